@@ -1,0 +1,3 @@
+"""Pipeline parallelism for any PyTorch model."""
+
+__version__ = "0.1.0"
