@@ -1,0 +1,39 @@
+"""How many micro-batches a rank holds at most: two peaks, because a split backward frees memory twice.
+
+Memory follows from the order of a program alone, never from its timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+
+from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.schedule import Schedule
+
+_UNTIL_INPUT_GRAD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRAD: -1}
+_UNTIL_WEIGHT_GRAD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRAD: -1}
+
+
+def peak_held_to_input_grad(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most micro-batches held between F and I (or B), summed over its stages."""
+    return _peak_counts(schedule, _UNTIL_INPUT_GRAD)
+
+
+def peak_held_to_weight_grad(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most micro-batches held between F and W (or B), summed over its stages."""
+    return _peak_counts(schedule, _UNTIL_WEIGHT_GRAD)
+
+
+def peak(schedule: Schedule, rank: int, change: Callable[[Action], float]) -> float:
+    """The largest running sum of ``change`` over a rank's program; a forward-only program holds nothing."""
+    if schedule.is_forward_only:
+        return 0
+    return max(accumulate(map(change, schedule.program(rank)), initial=0))
+
+
+def _peak_counts(schedule: Schedule, steps: Mapping[Kind, int]) -> tuple[int, ...]:
+    def change(action: Action) -> int:
+        return steps.get(action.kind, 0)
+
+    return tuple(int(peak(schedule, rank, change)) for rank in range(schedule.num_ranks))
