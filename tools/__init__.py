@@ -1,0 +1,1 @@
+"""Checks of the house itself; nothing here is installed with the package."""
