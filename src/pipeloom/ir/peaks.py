@@ -5,8 +5,9 @@ Memory follows from the order of a program alone, never from its timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.schedule import Schedule
@@ -23,6 +24,50 @@ def peak_held_to_input_grad(schedule: Schedule) -> tuple[int, ...]:
 def peak_held_to_weight_grad(schedule: Schedule) -> tuple[int, ...]:
     """Per rank, the most micro-batches held between F and W (or B), summed over its stages."""
     return _peak_counts(schedule, _UNTIL_WEIGHT_GRAD)
+
+
+class HeldBytes(Protocol):
+    """What a micro-batch holds, in bytes, per stage; `pipeloom.cost.Costs` is one."""
+
+    @property
+    def bytes_held_to_input_grad(self) -> Sequence[int]:
+        """From F (or R) until I."""
+
+    @property
+    def bytes_held_to_weight_grad(self) -> Sequence[int]:
+        """What of it stays from I until W."""
+
+    @property
+    def bytes_held_to_recompute(self) -> Sequence[int]:
+        """What a stage that recomputes holds from F until R: its input."""
+
+
+def peak_activation_bytes(schedule: Schedule, held: HeldBytes) -> tuple[int, ...]:
+    """Per rank, the most bytes of activations held at once, summed over its stages."""
+    to_recompute, to_input, to_weight = (
+        held.bytes_held_to_recompute,
+        held.bytes_held_to_input_grad,
+        held.bytes_held_to_weight_grad,
+    )
+
+    def change(action: Action) -> int:
+        stage = action.stage
+        match action.kind:
+            case Kind.FORWARD:
+                is_light = Action(Kind.RECOMPUTE, stage, action.microbatch) in schedule.actions
+                return to_recompute[stage] if is_light else to_input[stage]
+            case Kind.RECOMPUTE:
+                return to_input[stage] - to_recompute[stage]
+            case Kind.INPUT_GRAD:
+                return to_weight[stage] - to_input[stage]
+            case Kind.BACKWARD:
+                return -to_input[stage]
+            case Kind.WEIGHT_GRAD:
+                return -to_weight[stage]
+            case _:
+                return 0
+
+    return tuple(int(peak(schedule, rank, change)) for rank in range(schedule.num_ranks))
 
 
 def peak(schedule: Schedule, rank: int, change: Callable[[Action], float]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pipeloom.errors import UnknownSchedule, UnsupportedShape, near
 from pipeloom.ir import Schedule
-from pipeloom.passes.forward_only import forward_only as without_backward
+from pipeloom.schedules.forward_only import forward_only as without_backward
 from pipeloom.schedules.gpipe import gpipe
 from pipeloom.schedules.one_f_one_b import one_f_one_b
 
