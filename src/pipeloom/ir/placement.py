@@ -27,8 +27,7 @@ class Placement:
         idle = sorted(set(range(max(self.ranks) + 1)) ^ set(self.ranks))
         if idle:
             raise UnsupportedShape(
-                f"placement {list(self.ranks)} leaves rank {idle[0]} without a stage; "
-                "every rank must hold at least one"
+                f"placement {list(self.ranks)} leaves rank {idle[0]} without a stage; every rank must hold at least one"
             )
 
     @classmethod

@@ -49,9 +49,7 @@ def generator(name: str) -> Generator:
     found = GENERATORS.get(name.lower())
     if found is None:
         known = ", ".join(GENERATORS)
-        raise UnknownSchedule(
-            f"schedule {name!r} is unknown; the known ones are {known}", near(name, GENERATORS)
-        )
+        raise UnknownSchedule(f"schedule {name!r} is unknown; the known ones are {known}", near(name, GENERATORS))
     return found
 
 

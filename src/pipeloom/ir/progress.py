@@ -1,0 +1,97 @@
+"""Does a schedule run to its end? Posts and waits without times, under bounded buffering.
+
+The rules of contract 18: a SEND posts and returns, unless its channel (an ordered pair of ranks) already buffers
+as many messages as it may; a RECV is posted at its place and waited for by its consumer; a channel delivers in
+order. A schedule that ends under one buffered message per channel cannot deadlock on ordered pairwise channels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pipeloom.ir.action import Action
+from pipeloom.ir.relations import counterpart, waits_for
+from pipeloom.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A rank that cannot go on: where it stands, and for what it waits (None: for room in its channel)."""
+
+    rank: int
+    position: int
+    action: Action
+    waits_for: Action | None
+
+
+def stuck_ranks(schedule: Schedule, buffers_per_channel: int = 1) -> tuple[Stuck, ...]:
+    """Run the schedule without times; return the ranks that never reach their end, none if all do."""
+    return _Run(schedule, buffers_per_channel).to_the_end()
+
+
+def buffers_needed(schedule: Schedule) -> int | None:
+    """The fewest messages per channel that must be buffered for the schedule to end; None if none suffice."""
+    if stuck_ranks(schedule, len(schedule)):
+        return None
+    return next(count for count in range(1, len(schedule) + 2) if not stuck_ranks(schedule, count))
+
+
+class _Run:
+    def __init__(self, schedule: Schedule, buffers_per_channel: int) -> None:
+        self.schedule = schedule
+        self.buffers_per_channel = buffers_per_channel
+        self.positions = [0] * schedule.num_ranks
+        self.done: set[Action] = set()
+        self.buffered: Counter[tuple[int, int]] = Counter()
+
+    def to_the_end(self) -> tuple[Stuck, ...]:
+        while any([self.advance(rank) for rank in range(self.schedule.num_ranks)]):
+            pass
+        return tuple(self.stuck(rank) for rank in range(self.schedule.num_ranks) if self.action_at(rank))
+
+    def advance(self, rank: int) -> bool:
+        """Run ``rank`` as far as it comes; whether it came any further."""
+        before = self.positions[rank]
+        while (action := self.action_at(rank)) and self.is_ready(action):
+            self.finish(action)
+            self.positions[rank] += 1
+        return self.positions[rank] > before
+
+    def action_at(self, rank: int) -> Action | None:
+        program, position = self.schedule.program(rank), self.positions[rank]
+        return program[position] if position < len(program) else None
+
+    def is_ready(self, action: Action) -> bool:
+        if action.kind.is_recv:
+            return True
+        if action.kind.is_send and self.is_full(action):
+            return False
+        return self.missing(action) is None
+
+    def is_full(self, send: Action) -> bool:
+        is_taken = counterpart(send) in self.done
+        return not is_taken and self.buffered[self.channel(send)] >= self.buffers_per_channel
+
+    def missing(self, action: Action) -> Action | None:
+        """The first thing that ``action`` waits for and that has not happened."""
+        for need in waits_for(action, self.schedule.num_stages, self.schedule.actions):
+            if need not in self.done or (need.kind.is_recv and counterpart(need) not in self.done):
+                return need
+        return None
+
+    def finish(self, action: Action) -> None:
+        """Note that it happened; a message is buffered while it is sent and its receive is not posted."""
+        if action.kind.is_send and counterpart(action) not in self.done:
+            self.buffered[self.channel(action)] += 1
+        if action.kind.is_recv and counterpart(action) in self.done:
+            self.buffered[self.channel(counterpart(action))] -= 1
+        self.done.add(action)
+
+    def channel(self, send: Action) -> tuple[int, int]:
+        return self.schedule.rank_of(send.stage), self.schedule.rank_of(counterpart(send).stage)
+
+    def stuck(self, rank: int) -> Stuck:
+        position = self.positions[rank]
+        action = self.schedule.program(rank)[position]
+        return Stuck(rank, position, action, self.missing(action))

@@ -1,0 +1,269 @@
+"""Is a schedule right? Every rule that a schedule must keep, checked before anything runs.
+
+torch's validator counts in sets, so a doubled action passes. Here each fault is a `Violation` that names rank,
+position and action, and draws the rank's program with the place marked.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pipeloom.errors import InvalidSchedule
+from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.peaks import HeldBytes, peak_activation_bytes, peak_held_to_input_grad
+from pipeloom.ir.progress import Stuck, buffers_needed, stuck_ranks
+from pipeloom.ir.relations import counterpart, needs, resolve
+from pipeloom.ir.schedule import Program, Schedule
+
+_NEIGHBOURS = 4
+
+
+class Fault(enum.Enum):
+    """The kinds of violation."""
+
+    MISSING = "missing action"
+    DOUBLED = "doubled action"
+    MISPLACED = "misplaced action"
+    BACKWARDS = "dependency backwards"
+    DEADLOCK = "deadlock"
+    UNMATCHED = "unmatched transfer"
+    OVER_LIMIT = "peak above the limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule.
+
+    Args:
+        fault: which rule.
+        rank: whose program.
+        position: index in that program; None where nothing stands that should.
+        action: what is wrong, or missing; None for a peak.
+        message: what is wrong and why.
+        picture: the rank's program around the place, with a mark under it.
+    """
+
+    fault: Fault
+    rank: int
+    position: int | None
+    action: Action | None
+    message: str
+    picture: str
+
+    def __str__(self) -> str:
+        return f"{self.fault.value}: {self.message}\n{self.picture}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rank may hold.
+
+    Args:
+        held_to_input_grad: micro-batches (of stages) between F and I at most.
+        activation_bytes: bytes at most; needs ``held``.
+        held: what one micro-batch holds on each stage; `pipeloom.cost.Costs` is one.
+    """
+
+    held_to_input_grad: int | None = None
+    activation_bytes: int | None = None
+    held: HeldBytes | None = None
+
+
+def verify(schedule: Schedule, limits: Limits | None = None) -> list[Violation]:
+    """Check a schedule, with transfers or without.
+
+    Every F stands once on the rank of its stage, and so does B, or I and W; nothing waits for something later;
+    transfers match and keep their order; it ends with one message buffered per channel (contract 18); peaks
+    stay under the limits (contract 17).
+
+    Returns:
+        The violations, in that order; none for a right schedule.
+    """
+    return [*_structure(schedule), *_over_limits(schedule, limits or Limits())]
+
+
+def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
+    """Return the schedule if it is right.
+
+    Raises:
+        InvalidSchedule: it is not; the message holds every violation.
+    """
+    violations = verify(schedule, limits)
+    if violations:
+        text = "\n".join(map(str, violations))
+        raise InvalidSchedule(f"schedule {schedule.name!r} breaks {len(violations)} rules\n{text}")
+    return schedule
+
+
+def _structure(schedule: Schedule) -> list[Violation]:
+    """Order and deadlock are looked at only where every action stands once at its place."""
+    placed = [*_misplaced(schedule), *_doubled(schedule), *_missing(schedule)]
+    if placed:
+        return placed
+    return [*_backwards(schedule), *_unmatched(schedule)] or list(_deadlocks(schedule))
+
+
+def _misplaced(schedule: Schedule) -> Iterator[Violation]:
+    for rank, program in enumerate(schedule.programs):
+        for position, action in enumerate(program):
+            why = _why_misplaced(schedule, rank, action)
+            if why:
+                yield _at(Fault.MISPLACED, schedule, rank, position, why)
+
+
+def _why_misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
+    if not 0 <= action.stage < schedule.num_stages:
+        return f"{action} is of stage {action.stage}; there are {schedule.num_stages}"
+    if not 0 <= action.microbatch < schedule.num_microbatches:
+        return f"{action} is of micro-batch {action.microbatch}; there are {schedule.num_microbatches}"
+    if schedule.rank_of(action.stage) != rank:
+        return f"{action} stands on rank {rank}; stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
+    if schedule.is_forward_only and action.kind not in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F):
+        return f"{action} stands in a schedule of forwards only"
+    return None
+
+
+def _doubled(schedule: Schedule) -> Iterator[Violation]:
+    for rank, program in enumerate(schedule.programs):
+        seen: Counter[tuple[Kind, int, int]] = Counter()
+        for position, action in enumerate(program):
+            for kind in _halves(action.kind):
+                key = (kind, action.stage, action.microbatch)
+                seen[key] += 1
+                if seen[key] == 2:
+                    again = "" if kind is action.kind else f" ({kind.text} is a part of it)"
+                    yield _at(Fault.DOUBLED, schedule, rank, position, f"{action} was done before{again}")
+                    break
+
+
+def _halves(kind: Kind) -> tuple[Kind, ...]:
+    return (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if kind is Kind.BACKWARD else (kind,)
+
+
+def _missing(schedule: Schedule) -> Iterator[Violation]:
+    done = {(kind, a.stage, a.microbatch) for a in schedule.actions for kind in _halves(a.kind)}
+    due = (Kind.FORWARD,) if schedule.is_forward_only else (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            absent = [kind for kind in due if (kind, stage, microbatch) not in done]
+            for kind in _joined(absent):
+                action = Action(kind, stage, microbatch)
+                rank = schedule.rank_of(stage)
+                yield _absent(Fault.MISSING, schedule, rank, action, f"{action} is missing on rank {rank}")
+
+
+def _joined(kinds: list[Kind]) -> list[Kind]:
+    """A backward that is missing as a whole is one fault, not two."""
+    halves = list(_halves(Kind.BACKWARD))
+    return [*kinds[:-2], Kind.BACKWARD] if kinds[-2:] == halves else kinds
+
+
+def _backwards(schedule: Schedule) -> Iterator[Violation]:
+    for rank, program in enumerate(schedule.programs):
+        position_of = {action: position for position, action in enumerate(program)}
+        for position, action in enumerate(program):
+            for need in needs(action, schedule.num_stages):
+                found = resolve(need, schedule.actions)
+                if found is not None and position_of.get(found, -1) > position:
+                    why = f"{action} stands before {found}, which it needs"
+                    yield _at(Fault.BACKWARDS, schedule, rank, position, why)
+
+
+def _unmatched(schedule: Schedule) -> Iterator[Violation]:
+    yield from _ends_missing(schedule)
+    sends, receives = _by_channel(schedule, is_send=True), _by_channel(schedule, is_send=False)
+    for channel in sorted(sends.keys() & receives.keys()):
+        sent = [counterpart(action) for action in sends[channel]]
+        received = receives[channel]
+        if sorted(map(str, sent)) == sorted(map(str, received)) and sent != received:
+            wrong = next(got for got, due in zip(received, sent, strict=True) if got != due)
+            rank = channel[1]
+            why = f"{wrong} is posted out of the order in which rank {channel[0]} sends"
+            yield _at(Fault.UNMATCHED, schedule, rank, schedule.program(rank).index(wrong), why)
+
+
+def _ends_missing(schedule: Schedule) -> Iterator[Violation]:
+    if not schedule.is_lowered:
+        return
+    for rank, program in enumerate(schedule.programs):
+        for position, action in enumerate(program):
+            why = _why_unmatched(schedule, action)
+            if why:
+                yield _at(Fault.UNMATCHED, schedule, rank, position, why)
+
+
+def _why_unmatched(schedule: Schedule, action: Action) -> str | None:
+    if not action.kind.is_compute:
+        other = counterpart(action)
+        return None if other in schedule.actions else f"{action} has no {other} to match it"
+    for need in needs(action, schedule.num_stages):
+        found = resolve(need, schedule.actions)
+        crosses = found is not None and schedule.rank_of(found.stage) != schedule.rank_of(action.stage)
+        if crosses:
+            return f"{action} needs {found} of another rank, and no {need[0]} brings it"
+    return None
+
+
+def _by_channel(schedule: Schedule, *, is_send: bool) -> dict[tuple[int, int], list[Action]]:
+    """Per channel (sender, receiver), its sends or its receives in program order."""
+    found = defaultdict(list)
+    for action in schedule:
+        if action.kind.is_send if is_send else action.kind.is_recv:
+            other = counterpart(action).stage
+            if 0 <= other < schedule.num_stages:
+                here, there = schedule.rank_of(action.stage), schedule.rank_of(other)
+                found[(here, there) if is_send else (there, here)].append(action)
+    return found
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[Violation]:
+    stuck = stuck_ranks(schedule)
+    if not stuck:
+        return
+    count = buffers_needed(schedule)
+    remedy = "no number of buffers helps" if count is None else f"{count} buffered messages per channel would do"
+    for each in stuck:
+        yield _at(Fault.DEADLOCK, schedule, each.rank, each.position, f"{_wait_text(each)}; {remedy}")
+
+
+def _wait_text(stuck: Stuck) -> str:
+    what = stuck.waits_for or "room in its channel, which buffers one message"
+    return f"rank {stuck.rank} never gets past {stuck.action}: it waits for {what}"
+
+
+def _over_limits(schedule: Schedule, limits: Limits) -> Iterator[Violation]:
+    rows: list[tuple[int | None, Iterable[int], str]] = [
+        (limits.held_to_input_grad, peak_held_to_input_grad(schedule), "micro-batches"),
+    ]
+    if limits.held is not None:
+        rows.append((limits.activation_bytes, peak_activation_bytes(schedule, limits.held), "bytes"))
+    for limit, peaks, unit in rows:
+        for rank, count in enumerate(peaks):
+            if limit is not None and count > limit:
+                why = f"rank {rank} holds {count} {unit} at its peak; the limit is {limit}"
+                yield _absent(Fault.OVER_LIMIT, schedule, rank, None, why)
+
+
+def _at(fault: Fault, schedule: Schedule, rank: int, position: int, message: str) -> Violation:
+    program = schedule.program(rank)
+    return Violation(fault, rank, position, program[position], message, _picture(rank, program, position))
+
+
+def _absent(fault: Fault, schedule: Schedule, rank: int, action: Action | None, message: str) -> Violation:
+    return Violation(fault, rank, None, action, message, _picture(rank, schedule.program(rank), None))
+
+
+def _picture(rank: int, program: Program, position: int | None) -> str:
+    """The program around ``position`` with a mark under it; from its start where there is no position."""
+    first = 0 if position is None else max(0, position - _NEIGHBOURS)
+    last = first + 2 * _NEIGHBOURS + 1
+    head = f"  rank {rank}: " + ("… " if first else "")
+    cells = [str(action) for action in program[first:last]]
+    line = head + " ".join(cells) + (" …" if last < len(program) else "")
+    if position is None:
+        return line
+    before = len(head) + sum(len(cell) + 1 for cell in cells[: position - first])
+    return f"{line}\n{' ' * before}{'^' * len(cells[position - first])} here"
