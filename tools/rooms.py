@@ -8,13 +8,15 @@ read it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
 from importlinter.contracts.forbidden import ForbiddenContract
+from importlinter.domain.imports import ModuleExpression
 
 
-class RoomsContract(Contract):  # type: ignore[misc]  # import-linter's base class is untyped
+class RoomsContract(Contract):
     """``rooms`` holds lines ``room: room room …``: what may be imported; ``*`` allows everything.
 
     A room with modules but without a line breaks the contract; a line without a room does not.
@@ -23,12 +25,13 @@ class RoomsContract(Contract):  # type: ignore[misc]  # import-linter's base cla
     package = fields.StringField()
     rooms = fields.ListField(subfield=fields.StringField())
 
-    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
         """Compare every direct import between two rooms with the table."""
-        allowed = parse_table(self.rooms)
+        # The class attributes are declarations; import-linter puts the parsed values in their place.
+        package, allowed = cast(str, self.package), parse_table(cast(list[str], self.rooms))
         faults = [
-            *_rooms_without_line(graph, self.package, allowed),
-            *_imports_without_arrow(graph, self.package, allowed),
+            *_rooms_without_line(graph, package, allowed),
+            *_imports_without_arrow(graph, package, allowed),
         ]
         return ContractCheck(kept=not faults, metadata={"faults": faults})
 
@@ -38,14 +41,16 @@ class RoomsContract(Contract):  # type: ignore[misc]  # import-linter's base cla
             output.print_error(fault)
 
 
-class ExistingForbiddenContract(ForbiddenContract):  # type: ignore[misc]
+class ExistingForbiddenContract(ForbiddenContract):
     """import-linter's forbidden contract, for those of its source modules that exist."""
 
     type_name = "forbidden_if_present"
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Leave out rooms without tenants, then check as usual."""
-        self.source_modules = {module for module in self.source_modules if str(module) in graph.modules}
+        declared = cast(set[ModuleExpression], self.source_modules)
+        present = {module for module in declared if str(module) in graph.modules}
+        setattr(self, "source_modules", present)  # noqa: B010  # declared as a field, holds a set
         return super().check(graph, verbose)
 
 
@@ -72,7 +77,9 @@ def _imports_without_arrow(graph: ImportGraph, package: str, allowed: Mapping[st
         for imported in sorted(graph.find_modules_directly_imported_by(importer)):
             target = _room(imported, package)
             if source and target and source != target and not {target, "*"} & allowed.get(source, {"*"}):
-                faults.append(f"{importer} imports {imported}; {source} may import {_listed(allowed[source])}")
+                faults.append(
+                    f"{importer} imports {imported}; {source} may import {_listed(allowed[source])}"
+                )
     return faults
 
 

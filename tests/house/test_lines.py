@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from tools import lines
+from tools.source import Source
+
+SOURCES = [
+    Source("src/pipeloom/errors.py", "# a\n" * 120 + "x = 1\n"),
+    Source("src/pipeloom/ir/action.py", "x = 1\n\n# why\n"),
+    Source("src/pipeloom/ir/schedule.py", "x = 1\n"),
+    Source("src/pipeloom/__init__.py", "x = 1\n"),
+]
+
+
+def test_file_table_has_lines_and_code() -> None:
+    assert lines.file_table(SOURCES)[2] == "     3     1  src/pipeloom/ir/action.py"
+
+
+def test_rooms_add_up_their_files() -> None:
+    assert lines.room_lines(SOURCES) == {"errors.py": 121, "ir": 4, "__init__.py": 1}
+
+
+def test_a_room_over_its_budget_is_marked() -> None:
+    assert lines.room_table(SOURCES)[1:] == [
+        "     1       -  __init__.py",
+        "   121     120  errors.py  over budget",
+        "     4     700  ir",
+    ]
+
+
+def test_main_prints_totals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src" / "pipeloom").mkdir(parents=True)
+    (tmp_path / "src" / "pipeloom" / "errors.py").write_text("x = 1\n\n")
+    monkeypatch.chdir(tmp_path)
+    lines.main()
+    assert "src: 2 lines, 1 of them code" in capsys.readouterr().out

@@ -1,0 +1,70 @@
+"""A table of lines per file and per room: growth should be seen at review, not found in a year.
+
+python -m tools.lines
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.source import Source, read
+
+# Lines of every kind, docstrings included: the design's table, "budgets, not targets".
+BUDGETS = {
+    "errors.py": 120,
+    "ir": 700,
+    "schedules": 1_200,
+    "passes": 600,
+    "cost": 400,
+    "sim": 400,
+    "planning": 1_500,
+    "splitting": 1_200,
+    "runtime": 1_500,
+    "parallel": 1_800,
+    "checkpoint": 400,
+    "train": 900,
+    "report": 700,
+    "pipeline.py": 300,
+    "cli": 500,
+    "testing": 400,
+}
+
+
+def room_lines(sources: Iterable[Source]) -> dict[str, int]:
+    """Return the number of lines in each room."""
+    totals: defaultdict[str, int] = defaultdict(int)
+    for source in sources:
+        totals[source.room] += source.num_lines
+    return dict(totals)
+
+
+def file_table(sources: Iterable[Source]) -> list[str]:
+    """Return one row for each file: all lines, lines of code."""
+    rows = [f"{source.num_lines:6}{source.num_code_lines:6}  {source.name}" for source in sources]
+    return [" lines  code  file", *rows]
+
+
+def room_table(sources: Iterable[Source]) -> list[str]:
+    """Return one row for each room: lines, budget, and a mark where it is exceeded."""
+    return [" lines  budget  room", *(_room_row(room, n) for room, n in sorted(room_lines(sources).items()))]
+
+
+def _room_row(room: str, num_lines: int) -> str:
+    budget = BUDGETS.get(room)
+    mark = "  over budget" if budget is not None and num_lines > budget else ""
+    return f"{num_lines:6}{budget or '-':>8}  {room}{mark}"
+
+
+def main() -> None:
+    """Print both tables and the totals."""
+    sources, tests = read(Path(), "src"), read(Path(), "tests")
+    print("\n".join([*file_table(sources), "", *room_table(sources), ""]))
+    for name, group in (("src", sources), ("tests", tests)):
+        code = sum(source.num_code_lines for source in group)
+        print(f"{name}: {sum(source.num_lines for source in group)} lines, {code} of them code")
+
+
+if __name__ == "__main__":
+    main()
