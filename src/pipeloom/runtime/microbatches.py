@@ -1,0 +1,359 @@
+"""A batch becomes micro-batches, and their outputs become one output again.
+
+torch.distributed.pipelining chunks *every* tensor along dimension 0, whatever its size, and joins every output by
+concatenation: a mask of another length is cut too, and a mean of each micro-batch comes back as a list. Here the
+batch has one size; what has it in front is cut, what has none is shared, anything else must be said.
+
+Containers are walked one level at a time: what torch's pytree knows, and besides it any dataclass, mapping, or
+subclass of list or tuple, which pytree takes for opaque values, so that the tensors in them would silently stay whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Private, and still the only registry that third parties (transformers, tensordict) enter their containers in.
+# Three of its functions are used here and nowhere else; torch 2.9 and 2.13 have them alike.
+from torch.utils import _pytree as pytree
+
+from pipeloom.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A value that every micro-batch gets whole, whatever its dimension 0 happens to be.
+
+    Args:
+        value: a tensor, or a container of tensors; the model sees it without this wrapper.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class MicrobatchInputs:
+    """What one micro-batch passes to the model and the loss.
+
+    Args:
+        args: positional arguments; tensors are views ``(num_samples, ...)`` of the batch's.
+        kwargs: keyword arguments, likewise.
+        target: the target of the loss, likewise; None if there is none.
+        num_samples: rows of this micro-batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    num_samples: int
+
+
+def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> int:
+    """Rows of the batch: dimension 0 of the first tensor that has a dimension and is not `Replicated`.
+
+    Raises:
+        BatchError: there is no such tensor.
+    """
+    return _batched(args, kwargs, target)[1].shape[0]
+
+
+def split_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, num_microbatches: int
+) -> list[MicrobatchInputs]:
+    """Cut a batch into micro-batches whose sizes differ by at most one, the larger ones first (contract 11).
+
+    Tensors with the batch's rows are cut along dimension 0, as views. Tensors without dimensions, values that are
+    no tensors, and what is wrapped in `Replicated` go to every micro-batch as they are.
+
+    Raises:
+        BatchError: no tensor has a dimension; there are fewer rows than micro-batches; a tensor has other rows.
+    """
+    num_rows = batch_size(args, kwargs, target)
+    _check_count(num_rows, num_microbatches)
+    _check_rows(args, kwargs, target)
+    smaller, num_larger = divmod(num_rows, num_microbatches)
+    sizes = [smaller + (microbatch < num_larger) for microbatch in range(num_microbatches)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [_rows(args, kwargs, target, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
+    """Join the outputs of the micro-batches, leaf by leaf (contract 8).
+
+    Tensors with as many rows as their micro-batch, in every micro-batch, are concatenated along dimension 0.
+    Floating tensors without dimensions become their mean, weighted by ``num_samples``. All other values must be
+    equal in all micro-batches. The output of a single micro-batch is returned as it is.
+
+    Args:
+        outputs: per micro-batch, what the model returned.
+        num_samples: per micro-batch, its rows.
+
+    Raises:
+        BatchError: containers differ, a value differs, or tensors cannot be concatenated.
+    """
+    if not outputs or len(outputs) != len(num_samples):
+        raise BatchError(f"{len(outputs)} outputs were given for {len(num_samples)} micro-batches; each needs one")
+    return outputs[0] if len(outputs) == 1 else _merge("output", outputs, num_samples)
+
+
+@dataclass(frozen=True)
+class _Container:
+    """One level of a container.
+
+    Args:
+        children: what it holds, by the text that leads there, as ``['mask']``, ``[0]`` or ``.logits``.
+        made_of: makes a container of the same type from other children in the same order.
+        static: what besides the children must be equal for two containers to be alike.
+    """
+
+    children: dict[str, Any]
+    made_of: Callable[[list[Any]], Any]
+    static: Any = None
+
+
+def _container(value: Any) -> _Container | None:
+    """Open ``value`` by one level; None if it is a leaf."""
+    if isinstance(value, torch.Tensor | Replicated):
+        return None
+    for opened in (_registered, _dataclass, _mapping, _sequence):
+        found = opened(value)
+        if found is not None:
+            return found
+    return None
+
+
+def _registered(value: Any) -> _Container | None:
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    static = None if isinstance(value, Mapping) else spec.context
+    return _Container(
+        children=dict(zip(_names(value, len(children)), children, strict=True)),
+        made_of=lambda new: pytree.tree_unflatten(new, spec),
+        static=static,
+    )
+
+
+def _names(value: Any, count: int) -> list[str]:
+    try:
+        paths = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)[0]
+    except ValueError:  # registered without names
+        return [f"[{index}]" for index in range(count)]
+    return [str(key) for (key,), _ in paths]
+
+
+def _dataclass(value: Any) -> _Container | None:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+
+    def made_of(new: list[Any]) -> Any:
+        # Neither __init__ nor __post_init__ runs again: what they would do has been done to the whole batch.
+        made = copy.copy(value)
+        for name, child in zip(names, new, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    return _Container({f".{name}": getattr(value, name) for name in names}, made_of)
+
+
+def _mapping(value: Any) -> _Container | None:
+    if not isinstance(value, MutableMapping):
+        return None
+    keys = list(value)
+
+    def made_of(new: list[Any]) -> Any:
+        made = copy.copy(value)
+        for key, child in zip(keys, new, strict=True):
+            made[key] = child
+        return made
+
+    return _Container({f"[{key!r}]": value[key] for key in keys}, made_of)
+
+
+def _sequence(value: Any) -> _Container | None:
+    if not isinstance(value, list | tuple):
+        return None
+
+    def made_of(new: list[Any]) -> Any:
+        made = copy.copy(value) if isinstance(value, list) else tuple.__new__(type(value), new)
+        if isinstance(made, list):
+            made[:] = new
+        elif hasattr(value, "__dict__"):
+            vars(made).update(vars(value))
+        return made
+
+    return _Container({f"[{index}]": child for index, child in enumerate(value)}, made_of)
+
+
+def _replace(value: Any, container: _Container, children: list[Any]) -> Any:
+    """``value`` with other children; itself if none changed, so what holds no tensor is never rebuilt."""
+    old = container.children.values()
+    is_same = all(new is was for new, was in zip(children, old, strict=True))
+    return value if is_same else container.made_of(children)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    container = _container(value)
+    if container is None:
+        yield path, value
+        return
+    for name, child in container.children.items():
+        yield from _leaves(path + name, child)
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that have a dimension and are not replicated, by path."""
+    roots = (("args", tuple(args)), ("kwargs", dict(kwargs)), ("target", target))
+    for path, leaf in itertools.chain.from_iterable(itertools.starmap(_leaves, roots)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            yield path, leaf
+
+
+def _batched(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, torch.Tensor]:
+    for found in _tensors(args, kwargs, target):
+        return found
+    raise BatchError(
+        f"{len(args)} arguments and {len(kwargs)} keyword arguments were given, and no tensor with a dimension among "
+        "them or in the target; the batch is cut along dimension 0 of its tensors",
+        "pass the batch as tensors of shape (batch, ...)",
+    )
+
+
+def _check_count(num_rows: int, num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise BatchError(f"{num_microbatches} micro-batches were asked for; at least 1 is needed")
+    if num_rows < num_microbatches:
+        raise BatchError(
+            f"a batch of {num_rows} samples was given for {num_microbatches} micro-batches; each needs at least one",
+            "pass a larger batch, or use fewer micro-batches",
+        )
+
+
+def _check_rows(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+    first_path, first = _batched(args, kwargs, target)
+    for path, tensor in _tensors(args, kwargs, target):
+        if tensor.shape[0] != first.shape[0]:
+            raise BatchError(
+                f"{path} has shape {tuple(tensor.shape)}, but the batch has {first.shape[0]} samples (dimension 0 of "
+                f"{first_path}); a tensor is cut along dimension 0 with the batch",
+                f"wrap it, pipeloom.Replicated({path}), if every micro-batch is to get it whole",
+            )
+
+
+def _rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, start: int, num_samples: int
+) -> MicrobatchInputs:
+    return MicrobatchInputs(
+        args=tuple(_cut(each, start, num_samples) for each in args),
+        kwargs={name: _cut(each, start, num_samples) for name, each in kwargs.items()},
+        target=_cut(target, start, num_samples),
+        num_samples=num_samples,
+    )
+
+
+def _cut(value: Any, start: int, num_samples: int) -> Any:
+    if isinstance(value, Replicated):
+        return value.value
+    if isinstance(value, torch.Tensor):
+        return value.narrow(0, start, num_samples) if value.dim() else value
+    container = _container(value)
+    if container is None:
+        return value
+    return _replace(value, container, [_cut(child, start, num_samples) for child in container.children.values()])
+
+
+def _merge(path: str, values: Sequence[Any], num_samples: Sequence[int]) -> Any:
+    containers = [_container(value) for value in values]
+    first = containers[0]
+    for microbatch, (value, container) in enumerate(zip(values, containers, strict=True)):
+        _check_alike(path, (0, values[0], first), (microbatch, value, container))
+    if first is None:
+        return _merge_leaf(path, values, num_samples)
+    opened = [container.children for container in containers if container is not None]
+    children = [_merge(path + name, [each[name] for each in opened], num_samples) for name in first.children]
+    return _replace(values[0], first, children)
+
+
+def _check_alike(path: str, one: tuple[int, Any, _Container | None], other: tuple[int, Any, _Container | None]) -> None:
+    """Two containers of one type with the same names in them, or two leaves."""
+    is_alike = _structure(*one[1:]) == _structure(*other[1:])
+    if not is_alike:
+        raise BatchError(
+            f"{path} is {_outline(*one[1:])} in micro-batch {one[0]} and {_outline(*other[1:])} in micro-batch "
+            f"{other[0]}; outputs are merged leaf by leaf and need the same structure"
+        )
+
+
+def _structure(value: Any, container: _Container | None) -> tuple[Any, ...]:
+    if container is None:
+        return (isinstance(value, torch.Tensor),)
+    return type(value), container.children.keys(), container.static
+
+
+def _outline(value: Any, container: _Container | None) -> str:
+    kind = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return kind if container is None else f"{kind} of {', '.join(container.children) or 'nothing'}"
+
+
+def _merge_leaf(path: str, values: Sequence[Any], num_samples: Sequence[int]) -> Any:
+    if not isinstance(values[0], torch.Tensor):
+        return _equal(path, values, _is_equal)
+    if all(value.dim() and value.shape[0] == count for value, count in zip(values, num_samples, strict=True)):
+        return _concatenated(path, values)
+    if all(value.dim() == 0 and value.is_floating_point() for value in values):
+        return _weighted_mean(values, num_samples)
+    return _equal(path, values, _is_same_tensor)
+
+
+def _concatenated(path: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    for microbatch, value in enumerate(values):
+        if value.shape[1:] != values[0].shape[1:]:
+            raise BatchError(
+                f"{path} has shape {tuple(values[0].shape)} in micro-batch 0 and {tuple(value.shape)} in micro-batch "
+                f"{microbatch}; only dimension 0 may differ where outputs are concatenated",
+                "pad the inputs to one length, or reduce the output to one value per sample",
+            )
+    return torch.cat(list(values))
+
+
+def _weighted_mean(values: Sequence[torch.Tensor], num_samples: Sequence[int]) -> torch.Tensor:
+    """In at least float32: a sum in bfloat16 would lose what the micro-batches computed."""
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    total = sum(num_samples)
+    weighted = [value.to(dtype) * (count / total) for value, count in zip(values, num_samples, strict=True)]
+    return torch.stack(weighted).sum().to(values[0].dtype)
+
+
+def _equal(path: str, values: Sequence[Any], is_equal: Callable[[Any, Any], bool]) -> Any:
+    for microbatch, value in enumerate(values):
+        if not is_equal(values[0], value):
+            raise BatchError(
+                f"{path} is {_shown(values[0])} in micro-batch 0 and {_shown(value)} in micro-batch {microbatch}; what "
+                "is neither a tensor with the batch's rows nor a floating scalar must be equal in all of them",
+                "return it as a tensor with one row per sample, or leave it out of the output",
+            )
+    return values[0]
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    result = one == other
+    return bool(result.all()) if hasattr(result, "all") else bool(result)  # numpy compares element by element
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if value.numel() > 8 else str(value)
