@@ -49,12 +49,13 @@ def peak_activation_bytes(schedule: Schedule, held: HeldBytes) -> tuple[int, ...
         held.bytes_held_to_input_grad,
         held.bytes_held_to_weight_grad,
     )
+    recomputed = {(a.stage, a.microbatch) for a in schedule if a.kind is Kind.RECOMPUTE}
 
     def change(action: Action) -> int:
         stage = action.stage
         match action.kind:
             case Kind.FORWARD:
-                is_light = Action(Kind.RECOMPUTE, stage, action.microbatch) in schedule.actions
+                is_light = recomputed and (stage, action.microbatch) in recomputed
                 return to_recompute[stage] if is_light else to_input[stage]
             case Kind.RECOMPUTE:
                 return to_input[stage] - to_recompute[stage]

@@ -1,0 +1,131 @@
+"""When does each action run, if each takes its cost?
+
+The obvious loop looks at all ranks again and again until nothing moves, which is quadratic. Here a rank that
+must wait leaves its number with what it waits for and is looked at again when that ends: every action is
+touched once, and every wait once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from pipeloom.cost import Costs
+from pipeloom.errors import CostError, InvalidSchedule
+from pipeloom.ir import Action, Schedule, Timeline
+from pipeloom.ir.peaks import peak_activation_bytes
+from pipeloom.sim.tasks import UNFINISHED, Task, Tasks
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Predict when each action runs, every rank in the order of its program, as early as it can.
+
+    A value that changes its rank arrives ``costs.transfer_s`` after its message has left; nobody is occupied
+    meanwhile, and without a bandwidth neither is the channel (`pipeloom.cost.Costs`). With transfers in the
+    programs or without, the figures are the same: a SEND takes no time, a RECV stands from where it is posted
+    until its message is there and never blocks its rank; its consumer waits.
+
+    Args:
+        schedule: with transfers or without.
+        costs: for as many stages as the schedule has.
+
+    Returns:
+        The timeline, from second 0 on, with ``peak_activation_bytes``.
+
+    Raises:
+        CostError: the costs are for another number of stages.
+        InvalidSchedule: the schedule cannot run; the message says which action waits for what.
+    """
+    if costs.num_stages != schedule.num_stages:
+        raise CostError(
+            f"costs of {costs.num_stages} stages were given for a schedule of {schedule.num_stages}; "
+            "each stage needs its own"
+        )
+    run = _Run(Tasks(schedule, costs), schedule.num_ranks)
+    run.to_the_end()
+    run.require_end(schedule)
+    if schedule.is_lowered:
+        run.end_receives()
+    held = peak_activation_bytes(schedule, costs) if costs.has_bytes else (0,) * schedule.num_ranks
+    return Timeline(schedule, tuple(run.starts), tuple(run.ends), held)
+
+
+class _Run:
+    """The state of one simulation: how far each rank is, and when its actions ran."""
+
+    def __init__(self, tasks: Tasks, num_ranks: int) -> None:
+        self.tasks = tasks
+        self.starts = [array("d") for _ in range(num_ranks)]
+        self.ends = [array("d") for _ in range(num_ranks)]
+        self.clocks = [0.0] * num_ranks
+        self.ready = deque(range(num_ranks))
+
+    def to_the_end(self) -> None:
+        """Run every rank as far as it comes."""
+        while self.ready:
+            self._advance(self.ready.popleft())
+
+    def _advance(self, rank: int) -> None:
+        """Run one rank until it must wait or ends. This is the inner loop: locals and plain tests on purpose."""
+        program, microbatches = self.tasks.programs[rank], self.tasks.microbatches[rank]
+        starts, ends, clock = self.starts[rank], self.ends[rank], self.clocks[rank]
+        for position in range(len(ends), len(program)):
+            task, microbatch = program[position], microbatches[position]
+            start = clock
+            for need in task.needs:
+                for alternative in need:
+                    time = alternative[0].get(microbatch)
+                    if time is not None:
+                        break
+                else:
+                    continue
+                if time == UNFINISHED:
+                    alternative[1].waiting.setdefault(microbatch, []).append(rank)
+                    self.clocks[rank] = clock
+                    return
+                if time > start:
+                    start = time
+            clock = start + task.duration_s
+            starts.append(start)
+            ends.append(clock)
+            self._finish(task, microbatch, clock)
+
+    def _finish(self, task: Task, microbatch: int, now_s: float) -> None:
+        """Note the end, send what leaves, wake who waits."""
+        task.ends[microbatch] = now_s
+        for message in task.messages:
+            message.send(microbatch, now_s)
+        if microbatch in task.waiting:
+            self.ready.extend(task.waiting.pop(microbatch))
+
+    def require_end(self, schedule: Schedule) -> None:
+        """Raise `InvalidSchedule` if a rank never got to its end."""
+        stuck = [rank for rank in range(len(self.ends)) if len(self.ends[rank]) < len(schedule.program(rank))]
+        if stuck:
+            ring = self._ring(stuck[0])
+            text = "; ".join(f"rank {rank} stands at {action} and waits for {source}" for rank, action, source in ring)
+            raise InvalidSchedule(
+                f"schedule {schedule.name!r} cannot run: {text}, which comes later",
+                "pipeloom.verify draws every fault of a schedule",
+            )
+
+    def _ring(self, rank: int) -> list[tuple[int, Action, Action]]:
+        """Follow who waits for whom until a rank comes again; what led into the ring is cut off."""
+        chain: dict[int, tuple[int, Action, Action]] = {}
+        while rank not in chain:
+            position = len(self.ends[rank])
+            task, microbatch = self.tasks.programs[rank][position], self.tasks.microbatches[rank][position]
+            source = task.unfinished_need(microbatch)
+            assert source is not None, "a rank stands still only for something that is not finished"
+            chain[rank] = (rank, task.action(microbatch), source.action(microbatch))
+            rank = source.rank
+        ring = list(chain.values())
+        return ring[list(chain).index(rank) :]
+
+    def end_receives(self) -> None:
+        """A receive ends when its message is there, which no rank had to know when it was posted."""
+        for rank, program in enumerate(self.tasks.programs):
+            for position, task in enumerate(program):
+                if task.kind.is_recv:
+                    arrival_s = self.tasks.arrival_s(task, self.tasks.microbatches[rank][position])
+                    self.ends[rank][position] = max(self.starts[rank][position], arrival_s)
