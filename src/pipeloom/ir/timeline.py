@@ -103,7 +103,8 @@ class Timeline:
     def _idle_fraction(self, length_s: float) -> float:
         if length_s == 0:
             return 0.0
-        return 1 - sum(self.busy_s) / (self.schedule.num_ranks * length_s)
+        # Rounding may leave a rank that never idles a hair above its length.
+        return max(0.0, 1 - sum(self.busy_s) / (self.schedule.num_ranks * length_s))
 
     def _busy_s(self, rank: int) -> float:
         rows = zip(self.schedule.program(rank), self.starts[rank], self.ends[rank], strict=True)

@@ -1,0 +1,33 @@
+"""A timeline in a few lines of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeloom.ir import Schedule, Timeline
+
+
+def describe(timeline: Timeline) -> Iterator[str]:
+    """Lines on a timeline: how idle it is, and for training what it holds and in which order it adds up."""
+    yield f"Idle fraction: {timeline.bubble_fraction:.0%}"
+    if timeline.schedule.is_forward_only:
+        return
+    yield f"Held until the input gradient, at most: {_per_rank(timeline.peak_held_to_input_grad)}"
+    yield f"Held until the weight gradient, at most: {_per_rank(timeline.peak_held_to_weight_grad)}"
+    yield from _accumulation(timeline.schedule)
+
+
+def _per_rank(counts: tuple[int, ...]) -> str:
+    return " ".join(map(str, counts)) + " micro-batches, by GPU"
+
+
+def _accumulation(schedule: Schedule) -> Iterator[str]:
+    """Gradients are sums of floats, so their bits depend on this order."""
+    stages_of: dict[tuple[int, ...], list[int]] = {}
+    for stage in range(schedule.num_stages):
+        stages_of.setdefault(schedule.accumulation_order(stage), []).append(stage)
+    for order, stages in stages_of.items():
+        which = "" if len(stages_of) == 1 else f" of stage {' '.join(map(str, stages))}"
+        is_ascending = order == tuple(sorted(order))
+        text = "ascending micro-batches" if is_ascending else f"micro-batches {' '.join(map(str, order))}"
+        yield f"Gradients{which} add up in the order: {text}"
