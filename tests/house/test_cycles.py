@@ -41,6 +41,11 @@ def test_the_other_branch_of_type_checking_counts() -> None:
     assert find_cycle(typed) is not None
 
 
+def test_a_nested_import_of_the_other_branch_counts() -> None:
+    nested = "if TYPE_CHECKING:\n    X = 1\nelse:\n    def f():\n        import p.b\n"
+    assert find_cycle(package(a=nested, b="import p.a\n")) is not None
+
+
 def test_a_submodule_that_imports_its_package_is_a_cycle() -> None:
     files = [
         Source("src/p/ir/__init__.py", "from p.ir.action import Action\n"),

@@ -57,6 +57,11 @@ def test_a_reason_on_the_def_line_is_enough(comment: str) -> None:
     assert not list(rails.long_functions(house(function(61, comment=comment), *[function(2)] * 49)))
 
 
+def test_a_reason_above_the_def_is_none() -> None:
+    text = "# long: one table\n" + function(61)
+    assert list(rails.long_functions(house(text, *[function(2)] * 49)))
+
+
 def test_a_reason_without_words_is_none() -> None:
     assert list(rails.long_functions(house(function(61, comment="  # long:"), *[function(2)] * 49)))
 
@@ -160,7 +165,13 @@ def test_comments_in_tests_do_not_count_as_tests() -> None:
 def test_an_empty_house_breaks_no_rail() -> None:
     empty = House([], [])
     assert [text for rail in rails.RAILS for text in rail(empty)] == []
-    assert "0 lines" in rails.summary(empty)
+    assert "median 0 lines, nine in ten up to 0, longest 0; 0.00 lines of tests" in rails.summary(empty)
+
+
+def test_summary_names_the_figures_that_the_rails_look_at() -> None:
+    sample = house(function(2), function(5), tests=statements(14))
+    expected = "2 functions: median 3.5 lines, nine in ten up to 5, longest 5; 2.00 lines of tests for each line"
+    assert rails.summary(sample).startswith(expected)
 
 
 @pytest.mark.parametrize(("text", "code"), [("print(1)\n", 1), ("", 0)])
@@ -174,11 +185,13 @@ def test_exit_code_follows_the_violations(
     (tmp_path / "tests" / "test_loud.py").write_text("x = 1\ny = 2\n")
     monkeypatch.chdir(tmp_path)
     assert rails.main() == code
-    assert ("prints: src/pipeloom/loud.py:1 prints outside cli" in capsys.readouterr().out) is bool(code)
+    printed = capsys.readouterr().out
+    assert ("prints: src/pipeloom/loud.py:1 prints outside cli" in printed) is bool(code)
+    assert printed.endswith(f"guard rails: {len(rails.RAILS)} checked, {code} violations\n")
 
 
 def test_tests_of_the_tools_do_not_pay_for_the_package(tmp_path: Path) -> None:
     for name in ("src/pipeloom/a.py", "tests/house/test_a.py", "tests/ir/test_a.py"):
         (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("x = 1\n")
-    assert rails.read_house(tmp_path).code_lines() == (1, 1)
+        (tmp_path / name).write_text("x = 1\n" * len(name))
+    assert rails.read_house(tmp_path).code_lines() == (len("src/pipeloom/a.py"), len("tests/ir/test_a.py"))

@@ -29,6 +29,11 @@ def test_a_room_over_its_budget_is_marked() -> None:
     ]
 
 
+def test_a_room_at_its_budget_is_not_marked() -> None:
+    (row,) = lines.room_table([Source("src/pipeloom/pipeline.py", "x = 1\n" * 300)])[1:]
+    assert row == "   300     300  pipeline.py"
+
+
 def test_main_prints_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,4 +41,6 @@ def test_main_prints_totals(
     (tmp_path / "src" / "pipeloom" / "errors.py").write_text("x = 1\n\n")
     monkeypatch.chdir(tmp_path)
     lines.main()
-    assert "src: 2 lines, 1 of them code" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "     2     1  src/pipeloom/errors.py\n\n lines  budget  room\n     2     120  errors.py\n" in printed
+    assert printed.endswith("src: 2 lines, 1 of them code\ntests: 0 lines, 0 of them code\n")
