@@ -70,7 +70,7 @@ class Costs:
         for name in _BYTES[:3]:
             self._set(name, getattr(self, name) or (0,) * self.num_stages)
         for name in (*_SECONDS, *_BYTES[:3]):
-            self._check_length(name, self.num_stages, "stages")
+            _check_length(name, getattr(self, name), self.num_stages, "stages")
         self._check_bandwidth()
 
     @classmethod
@@ -93,16 +93,20 @@ class Costs:
         Raises:
             CostError: as for the class, or there is no stage.
         """
+
+        def per_stage(name: str, value: Number | Sequence[Number]) -> tuple[Number, ...]:
+            return _per_stage(name, value, num_stages)
+
         return cls(
-            forward_s=_per_stage(forward_s, num_stages),
-            input_grad_s=_per_stage(input_grad_s, num_stages),
-            weight_grad_s=_per_stage(weight_grad_s, num_stages),
+            forward_s=per_stage("forward_s", forward_s),
+            input_grad_s=per_stage("input_grad_s", input_grad_s),
+            weight_grad_s=per_stage("weight_grad_s", weight_grad_s),
             transfer_s=transfer_s,
-            bytes_held_to_input_grad=_per_stage(bytes_held_to_input_grad, num_stages),
-            bytes_held_to_weight_grad=_per_stage(bytes_held_to_weight_grad, num_stages),
-            bytes_held_to_recompute=_per_stage(bytes_held_to_recompute, num_stages),
+            bytes_held_to_input_grad=per_stage("bytes_held_to_input_grad", bytes_held_to_input_grad),
+            bytes_held_to_weight_grad=per_stage("bytes_held_to_weight_grad", bytes_held_to_weight_grad),
+            bytes_held_to_recompute=per_stage("bytes_held_to_recompute", bytes_held_to_recompute),
             transfer_bytes_per_s=transfer_bytes_per_s,
-            boundary_bytes=_per_stage(boundary_bytes, num_stages - 1),
+            boundary_bytes=_broadcast(boundary_bytes, num_stages - 1),
         )
 
     @classmethod
@@ -143,17 +147,9 @@ class Costs:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_length(self, name: str, num_needed: int, needed: str) -> None:
-        num_given = len(getattr(self, name))
-        if num_given != num_needed:
-            raise CostError(
-                f"{name} has {num_given} values for {num_needed} {needed}; one for each is needed",
-                "a single number counts for every stage",
-            )
-
     def _check_bandwidth(self) -> None:
         if self.transfer_bytes_per_s is not None:
-            self._check_length("boundary_bytes", self.num_stages - 1, "boundaries between stages")
+            _check_length("boundary_bytes", self.boundary_bytes, self.num_stages - 1, "boundaries of stages")
             self._set("transfer_bytes_per_s", _positive("transfer_bytes_per_s", self.transfer_bytes_per_s))
         elif any(self.boundary_bytes):
             raise CostError(
@@ -198,5 +194,19 @@ def _positive(name: str, value: object) -> float:
     return number
 
 
-def _per_stage(value: Number | Sequence[Number], count: int) -> tuple[Number, ...]:
+def _check_length(name: str, values: Sequence[object], num_needed: int, needed: str) -> None:
+    if len(values) != num_needed:
+        raise CostError(
+            f"{name} has {len(values)} values for {num_needed} {needed}; one for each is needed",
+            "a single number counts for all of them",
+        )
+
+
+def _per_stage(name: str, value: Number | Sequence[Number], num_stages: int) -> tuple[Number, ...]:
+    values = _broadcast(value, num_stages)
+    _check_length(name, values, max(num_stages, 0), "stages")
+    return values
+
+
+def _broadcast(value: Number | Sequence[Number], count: int) -> tuple[Number, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,) * max(count, 0)

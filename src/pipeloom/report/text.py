@@ -7,6 +7,7 @@ stands for each cell in which a rank idles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class _Ladder:
         labels = (_label(action, has_stages) for action in schedule if action.kind.is_compute)
         label_width = max(map(len, labels), default=1)
         columns_per_s = (label_width + 1) / tick_s
-        num_columns = round(timeline.makespan_s * columns_per_s)
+        num_columns = _rounded(timeline.makespan_s * columns_per_s)
         return cls(label_width, columns_per_s, _origin_s(timeline), num_columns, has_stages)
 
     def pieces(self, spans: Iterable[Span]) -> Iterator[Piece]:
@@ -93,20 +94,24 @@ class _Ladder:
         yield self.idle(column, self.num_columns), _DIM
 
     def column(self, time_s: float) -> int:
-        return round((time_s - self.origin_s) * self.columns_per_s)
+        return _rounded((time_s - self.origin_s) * self.columns_per_s)
 
     def idle(self, start: int, end: int) -> str:
         """A dot under the end of each cell that lies between two columns as a whole."""
         cell = self.label_width + 1
-        dot = "." + " "
         cells = range(-(-start // cell) * cell, end - cell + 1, cell)
-        dots = dot.rjust(cell) * len(cells)
-        return dots.rjust(len(dots) + cells.start - start).ljust(end - start) if dots else " " * (end - start)
+        before = " " * (cells.start - start) if cells else ""
+        return (before + ". ".rjust(cell) * len(cells)).ljust(end - start)
 
     def block(self, action: Action, width: int) -> str:
         """The label, right-aligned in the first cell, a line as long as the action lasts, and a space."""
         label = _label(action, self.has_stages).rjust(self.label_width)
         return f"{label[: width - 1]:-<{width - 1}} " if width > 1 else label[:width]
+
+
+def _rounded(columns: float) -> int:
+    """Halves always upwards: two that are a whole number apart must not be rounded apart; nor by float noise."""
+    return math.floor(columns + 0.5 + 1e-6)
 
 
 def _label(action: Action, has_stage: bool) -> str:
