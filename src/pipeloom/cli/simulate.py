@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator
 
 from pipeloom.cli.parser import Parser, number, per_stage
-from pipeloom.cli.show import counts
 from pipeloom.cli.source import USAGE, add_schedule_options, schedule_of
 from pipeloom.cli.terminal import columns_of, is_coloured
 from pipeloom.cost import Costs, read_costs
 from pipeloom.errors import CostError
 from pipeloom.ir import Timeline
-from pipeloom.report import describe, draw, shortest_action_s
+from pipeloom.report import describe, draw, figures_in_seconds, shortest_action_s
 from pipeloom.sim import simulate
 
 _PAGE_COLUMNS = 160
@@ -41,7 +40,7 @@ def run(argv: list[str]) -> int:
     if options.json:
         import json
 
-        print(json.dumps(figures(timeline)))
+        print(json.dumps(figures_in_seconds(timeline)))
         return 0
     print(_drawing(timeline))
     for line in _description(timeline):
@@ -81,20 +80,6 @@ def costs_of(options: argparse.Namespace, num_stages: int) -> Costs:
     return read_costs(options.costs, num_stages)
 
 
-def figures(timeline: Timeline) -> dict[str, object]:
-    """What ``--json`` prints; seconds and bytes."""
-    return {
-        **counts(timeline.schedule),
-        "makespan_s": timeline.makespan_s,
-        "longest_rank_span_s": timeline.longest_rank_span_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "bubble_fraction_unsynchronised": timeline.bubble_fraction_unsynchronised,
-        "peak_activation_bytes": timeline.peak_activation_bytes,
-        "peak_held_to_input_grad": timeline.peak_held_to_input_grad,
-        "peak_held_to_weight_grad": timeline.peak_held_to_weight_grad,
-    }
-
-
 def _drawing(timeline: Timeline) -> str:
     """The ladder with the shortest action as one cell, where it fits; else a line that says so."""
     tick_s = shortest_action_s(timeline)
@@ -109,7 +94,8 @@ def _drawing(timeline: Timeline) -> str:
 
 
 def _description(timeline: Timeline) -> Iterator[str]:
-    yield from describe(timeline, f"{timeline.makespan_s:.6g} s")
+    yield from describe(timeline)
+    yield f"Makespan: {timeline.makespan_s:.6g} s"
     yield f"Longest rank span: {timeline.longest_rank_span_s:.6g} s"
     yield f"Idle fraction without a barrier between steps: {timeline.bubble_fraction_unsynchronised:.0%}"
     if any(timeline.peak_activation_bytes or ()):

@@ -7,17 +7,11 @@ from collections.abc import Iterator
 from pipeloom.ir import Schedule, Timeline
 
 
-def describe(timeline: Timeline, makespan: str) -> Iterator[str]:
-    """Lines on a timeline: how idle it is; for training also how long, what it holds, in which order it adds up.
-
-    Args:
-        timeline: predicted or measured.
-        makespan: its length with a unit, as the reader counts it: ticks or seconds.
-    """
+def describe(timeline: Timeline) -> Iterator[str]:
+    """Lines on a timeline: how idle it is; for training also what it holds and in which order it adds up."""
     yield f"Idle fraction: {timeline.bubble_fraction:.0%}"
     if timeline.schedule.is_forward_only:
         return
-    yield f"Makespan: {makespan}"
     yield f"Held until the input gradient, at most: {_per_rank(timeline.peak_held_to_input_grad)}"
     yield f"Held until the weight gradient, at most: {_per_rank(timeline.peak_held_to_weight_grad)}"
     yield from _accumulation(timeline.schedule)

@@ -4,7 +4,10 @@ Bubble ``(p−1)(T_F+T_B)``, fraction ``(p−1)/(m+p−1)``, for p ranks, m micr
 holds all m micro-batches. The paper's figure runs the backwards descending; like torch we run them ascending,
 so that gradients add up in the order of a plain loop. 4 ranks × 8 micro-batches::
 
-    GPU 0: F0 F1 F2 F3 F4 F5 F6 F7  .  .  .  .  .  .  .  .  .   B0    B1    B2    B3    B4    B5    B6    B7
+    GPU 0: F0 F1 F2 F3 F4 F5 F6 F7  .  .  .  .  .  .  .  .  . B0--- B1--- B2--- B3--- B4--- B5--- B6--- B7---
+    GPU 1:  . F0 F1 F2 F3 F4 F5 F6 F7  .  .  .  .  .  . B0--- B1--- B2--- B3--- B4--- B5--- B6--- B7---  .  .
+    GPU 2:  .  . F0 F1 F2 F3 F4 F5 F6 F7  .  .  . B0--- B1--- B2--- B3--- B4--- B5--- B6--- B7---  .  .  .  .
+    GPU 3:  .  .  . F0 F1 F2 F3 F4 F5 F6 F7 B0--- B1--- B2--- B3--- B4--- B5--- B6--- B7---  .  .  .  .  .  .
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 The bubble of GPipe, ``(p−1)(T_F+T_B)``, for p ranks and equal stages, but rank r holds only ``p−r`` micro-batches
 (fewer where there are fewer), however many there are. Any number of micro-batches. 4 ranks × 8 micro-batches::
 
-    GPU 0: F0 F1 F2 F3  .  .  .  .  .  .   B0 F4   B1 F5   B2 F6   B3 F7   B4  .   B5  .   B6  .   B7
+    GPU 0: F0 F1 F2 F3  .  .  .  .  .  . B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4---  . B5---  . B6---  . B7---
+    GPU 1:  . F0 F1 F2  .  .  .  . B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5---  . B6---  . B7---  .  .
+    GPU 2:  .  . F0 F1  .  . B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- F6 B5--- F7 B6---  . B7---  .  .  .  .
+    GPU 3:  .  .  . F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6--- F7 B7---  .  .  .  .  .  .
 """
 
 from __future__ import annotations
