@@ -77,9 +77,7 @@ def _imports_without_arrow(graph: ImportGraph, package: str, allowed: Mapping[st
         for imported in sorted(graph.find_modules_directly_imported_by(importer)):
             target = _room(imported, package)
             if source and target and source != target and not {target, "*"} & allowed.get(source, {"*"}):
-                faults.append(
-                    f"{importer} imports {imported}; {source} may import {_listed(allowed[source])}"
-                )
+                faults.append(f"{importer} imports {imported}; {source} may import {_listed(allowed[source])}")
     return faults
 
 

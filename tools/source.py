@@ -77,12 +77,7 @@ def num_function_lines(function: FunctionNode) -> int:
 
 def _token_lines(text: str) -> set[int]:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return {
-        line
-        for token in tokens
-        if token.type not in _NOT_CODE
-        for line in range(token.start[0], token.end[0] + 1)
-    }
+    return {line for token in tokens if token.type not in _NOT_CODE for line in range(token.start[0], token.end[0] + 1)}
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:

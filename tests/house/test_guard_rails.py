@@ -57,8 +57,10 @@ def test_a_reason_on_the_def_line_is_enough(comment: str) -> None:
     assert not list(rails.long_functions(house(function(61, comment=comment), *[function(2)] * 49)))
 
 
-def test_a_reason_above_the_def_is_none() -> None:
-    text = "# long: one table\n" + function(61)
+@pytest.mark.parametrize(
+    "text", ["# long: one table\n" + function(61), function(61).replace("pass", "pass  # long: x")]
+)
+def test_a_reason_above_or_below_the_def_is_none(text: str) -> None:
     assert list(rails.long_functions(house(text, *[function(2)] * 49)))
 
 
