@@ -42,5 +42,5 @@ lint: .venv/.installed-dev
 	$(BIN)/python -m tools.guard_rails
 
 bench: .venv/.installed-run
-	@set -e; for benchmark in benchmarks/bench_*.py; do \
-	  echo "== $$benchmark"; OMP_NUM_THREADS=1 $(BIN)/python $$benchmark $(ARGS); done
+	@set -e; for file in benchmarks/[a-z]*.py; do name=$$(basename $$file .py); \
+	  echo "== benchmarks.$$name"; OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name $(ARGS); done
