@@ -14,6 +14,7 @@
     ├── LossError                a loss or target that cannot be used
     │   └── NonFiniteLoss        NaN or infinity: names the step and the micro-batch
     ├── RuntimeStateError        a pipeline used when it cannot be
+    ├── DrawError                random numbers that would depend on who runs a unit
     ├── ConfigError              configuration of `pipeloom train`
     ├── DataError                training text that is missing or cannot be read
     └── CheckpointError          a checkpoint that is damaged or belongs to another model
@@ -96,6 +97,10 @@ class NonFiniteLoss(LossError):
 
 class RuntimeStateError(PipeloomError, RuntimeError):
     """A pipeline that was closed, unwrapped, or is used while a step runs."""
+
+
+class DrawError(PipeloomError, RuntimeError):
+    """Random numbers inside a unit that would depend on which rank runs it, and when."""
 
 
 class ConfigError(PipeloomError, ValueError):

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.relations import counterpart, waits_for
+from pipeloom.ir.relations import channel_of, counterpart, waits_for
 from pipeloom.ir.schedule import Schedule
 
 
@@ -71,7 +71,7 @@ class _Run:
 
     def is_full(self, send: Action) -> bool:
         is_taken = counterpart(send) in self.done
-        return not is_taken and self.buffered[self.channel(send)] >= self.buffers_per_channel
+        return not is_taken and self.buffered[channel_of(send, self.schedule)] >= self.buffers_per_channel
 
     def missing(self, action: Action) -> Action | None:
         """The first thing that ``action`` waits for and that has not happened."""
@@ -83,13 +83,10 @@ class _Run:
     def finish(self, action: Action) -> None:
         """Note that it happened; a message is buffered while it is sent and its receive is not posted."""
         if action.kind.is_send and counterpart(action) not in self.done:
-            self.buffered[self.channel(action)] += 1
+            self.buffered[channel_of(action, self.schedule)] += 1
         if action.kind.is_recv and counterpart(action) in self.done:
-            self.buffered[self.channel(counterpart(action))] -= 1
+            self.buffered[channel_of(counterpart(action), self.schedule)] -= 1
         self.done.add(action)
-
-    def channel(self, send: Action) -> tuple[int, int]:
-        return self.schedule.rank_of(send.stage), self.schedule.rank_of(counterpart(send).stage)
 
     def stuck(self, rank: int) -> Stuck:
         position = self.positions[rank]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.schedule import Schedule
 
 StageKind = tuple[Kind, int]
 Need = tuple[StageKind, ...]
@@ -76,6 +77,11 @@ def counterpart(action: Action) -> Action:
     """
     kind, step = _COUNTERPARTS[action.kind]
     return Action(kind, action.stage + step, action.microbatch)
+
+
+def channel_of(send: Action, schedule: Schedule) -> tuple[int, int]:
+    """The ordered pair of ranks, sender and receiver, between which a send travels."""
+    return schedule.rank_of(send.stage), schedule.rank_of(counterpart(send).stage)
 
 
 _COUNTERPARTS = {

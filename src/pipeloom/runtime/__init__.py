@@ -1,0 +1,1 @@
+"""Running a schedule: executor, stages, transports, and what keeps their numbers exact."""

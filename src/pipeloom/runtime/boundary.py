@@ -1,0 +1,156 @@
+"""What crosses a cut: a tree of tensors, handed over so that each side has its own piece of the graph.
+
+The receiver's leaves are detached, so an in-place first layer (``nn.ReLU(inplace=True)``) would fail on "a leaf
+Variable that requires grad". It gets an alias with a graph edge instead, and may write into it as it could in the
+uncut model; the version counter is shared, so a write that spoils the sender's backward is still caught by autograd.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import BatchError
+from pipeloom.runtime.trees import flatten, unflatten
+
+
+_CROSSING = (
+    Tensor,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value on its way to the next stage.
+
+    Args:
+        leaves: the leaves of the tree, tensors detached.
+        structure: the tree without its leaves.
+        needs_grad: per leaf, whether its gradient has to come back.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    needs_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Message, tuple[Any, ...]]:
+        """Pack a stage's output; also return its leaves with their graph, for the backward.
+
+        Raises:
+            BatchError: a leaf is no tensor and no plain value.
+        """
+        leaves, structure = flatten(value)
+        for leaf in leaves:
+            _check_leaf(leaf)
+        needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(detached, structure, needs_grad), tuple(leaves)
+
+    @classmethod
+    def of_inputs(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
+        """Pack the model's own inputs; they keep whatever graph the user gave them."""
+        leaves, structure = flatten((args, kwargs))
+        return cls(tuple(leaves), structure, (False,) * len(leaves))
+
+    def to(self, device: torch.device | None) -> Message:
+        """The same message on the receiver's device; without a copy if it is there already."""
+        if device is None:
+            return self
+        moved = tuple(leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return Message(moved, self.structure, self.needs_grad)
+
+    def copied(self) -> Message:
+        """The same message with tensors of its own: what a forward may spoil when it has to run again."""
+        copies = tuple(leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return Message(copies, self.structure, self.needs_grad)
+
+    def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """Unpack for a forward under autograd.
+
+        Returns:
+            The value to compute with, and per leaf the tensor that collects its gradient (None: none is due).
+        """
+        inputs = tuple(
+            leaf.detach().requires_grad_() if needs_grad else None
+            for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
+        )
+        used = [
+            leaf if collector is None else _Alias.apply(collector)  # type: ignore[no-untyped-call]
+            for leaf, collector in zip(self.leaves, inputs, strict=True)
+        ]
+        return unflatten(used, self.structure), inputs
+
+    def value(self) -> Any:
+        """Unpack without a graph."""
+        return unflatten(list(self.leaves), self.structure)
+
+    def __str__(self) -> str:
+        return ", ".join(_describe(leaf) for leaf in self.leaves)
+
+
+def detached(value: Any) -> Any:
+    """The same value without its graph."""
+    leaves, structure = flatten(value)
+    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def moved(value: Any, device: torch.device | None) -> Any:
+    """The same value on ``device``; as it is for None."""
+    if device is None:
+        return value
+    leaves, structure = flatten(value)
+    return unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def run_backward(outputs: Sequence[Any], grads: Iterable[Tensor | None]) -> None:
+    """Back-propagate through one stage: leaves that got no gradient, or need none, are left out."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if grad is not None and isinstance(output, Tensor) and output.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+def _check_leaf(leaf: Any) -> None:
+    """An object of another kind could hide tensors, and their graph would cross the cut unseen."""
+    if not isinstance(leaf, _CROSSING):
+        raise BatchError(
+            f"a stage returned a {type(leaf).__name__}; tensors, plain values, and tuples, lists, dicts or "
+            "dataclasses of them can cross from one stage to the next",
+            "return its tensors, or cut where it does not cross",
+        )
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
+    return repr(leaf)

@@ -1,0 +1,208 @@
+"""Random numbers that do not depend on who runs a unit.
+
+The obvious way, seeding the default generator before each unit, is wrong here: ranks are threads of one process, and
+the CPU's default generator belongs to the process. Two ranks would interleave their draws, and every run would drop
+other activations. Seeding per rank is wrong too: another cut, or a recompute, would move a unit to another place in
+the stream.
+
+So each call of a unit gets a stream of its own, seeded by a hash of *what* runs (`DrawKey`), and every draw inside
+`drawing` is answered from it: draws of the dispatcher in `draw_kernels`, and what Python code asks of the default
+generator (`torch.manual_seed`, `torch.get_rng_state`, `torch.random.fork_rng`) by `_StandIn` below. That includes
+`torch.utils.checkpoint` inside a unit, which saves the state in the forward and restores it in the backward; the
+backward must therefore run inside `drawing_in_backward`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeloom.errors import DrawError, PipeloomWarning
+from pipeloom.runtime.draw_kernels import current_stream, entered
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.foreign_draws import ForeignDraws
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """What random numbers are a function of; nothing in it says which rank or thread runs.
+
+    Args:
+        seed: of the whole run.
+        step_index: the step, counted from 0.
+        data_rank: which data replica.
+        microbatch: which part of the batch.
+        unit: name of the unit in the user's model.
+    """
+
+    seed: int
+    step_index: int
+    data_rank: int
+    microbatch: int
+    unit: str
+
+    def generator_seed(self, call: int = 0, order: int = 0) -> int:
+        """A seed of 63 bits, the same in every process and on every machine.
+
+        The CPU's Mersenne twister starts from the low 32 bits of it, as it does with any seed.
+
+        Args:
+            call: which call of the unit within one forward of the micro-batch.
+            order: 0 for the first device of its type on which this call draws, 1 for the second, and so on.
+        """
+        parts = (self.seed, self.step_index, self.data_rank, self.microbatch, self.unit, call, order)
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+class DrawStream:
+    """The generators of one call of a unit, one per device, made when the first draw asks.
+
+    Args:
+        key: what the numbers are a function of.
+        call: which call of the unit within one forward of the micro-batch.
+        is_backward: draws are right only in a state that the forward saved; see `drawing_in_backward`.
+    """
+
+    __slots__ = ("_call", "_generators", "_is_backward", "_is_restored", "_key")
+
+    def __init__(self, key: DrawKey, call: int, *, is_backward: bool) -> None:
+        self._key = key
+        self._call = call
+        self._is_backward = is_backward
+        self._is_restored = False
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The stream on a device, without the check of `generator_to_draw`."""
+        found = self._generators.get(device)
+        if found is None:
+            order = sum(known.type == device.type for known in self._generators)
+            seeded = torch.Generator(device).manual_seed(self._key.generator_seed(self._call, order))
+            # A backward over several devices runs in several threads: the first one's generator stays.
+            found = self._generators.setdefault(device, seeded)
+        return found
+
+    def generator_to_draw(self, device: torch.device) -> torch.Generator:
+        """The generator for a draw that runs now. Warns in a backward that restored no state from its forward."""
+        if self._is_backward and not self._is_restored:
+            _warn(
+                f"random numbers were drawn in the backward of {self._key.unit!r} (micro-batch {self._key.microbatch}) "
+                "outside a checkpoint that restores the random state of its forward: they depend on where the model "
+                "is cut, and a recomputed dropout has another mask than its forward.\n"
+                "hint: use torch.utils.checkpoint with preserve_rng_state=True."
+            )
+        return self.generator(device)
+
+    def state(self, device: torch.device) -> torch.Tensor:
+        """`torch.get_rng_state` inside the stream."""
+        state = self.generator(device).get_state()
+        # Going back to this state means leaving the checkpoint that was entered in between.
+        state.pipeloom_is_outside = self._is_backward and not self._is_restored  # type: ignore[attr-defined]
+        return state
+
+    def restore(self, device: torch.device, state: torch.Tensor) -> None:
+        """`torch.set_rng_state` inside the stream."""
+        self._is_restored = not getattr(state, "pipeloom_is_outside", False)
+        self.generator(device).set_state(state)
+
+    def warn_of_own_generator(self) -> None:
+        """A draw named a generator that is not the default one."""
+        _warn(
+            f"unit {self._key.unit!r} draws from a torch.Generator of its own: the numbers depend on the order in "
+            "which micro-batches run, and a recompute draws others than its forward did.\n"
+            "hint: draw without generator=; Pipeloom seeds every unit by step and micro-batch."
+        )
+
+
+class _StandIn:
+    """Stands where torch's Python code looks for a default generator: gives the unit's inside a unit.
+
+    Args:
+        default: the process's own generator, used outside units.
+    """
+
+    def __init__(self, default: torch.Generator) -> None:
+        self.default = default
+
+    def __getattr__(self, name: str) -> Any:
+        stream = current_stream()
+        return getattr(self.default if stream is None else stream.generator(self.default.device), name)
+
+    def get_state(self) -> torch.Tensor:
+        stream = current_stream()
+        return self.default.get_state() if stream is None else stream.state(self.default.device)
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        stream = current_stream()
+        return self.default.set_state(state) if stream is None else stream.restore(self.default.device, state)
+
+    def seed(self) -> int:
+        if current_stream() is not None:
+            raise DrawError(
+                "torch.seed() was called inside a unit; a seed that is a function of step and micro-batch is needed, "
+                "because a recompute has to draw the same numbers again",
+                "remove the call, or use torch.manual_seed with a number.",
+            )
+        return self.default.seed()
+
+
+def stand_in_for_defaults(cuda: Any = torch.cuda) -> None:
+    """Put stand-ins where `torch.random` and ``torch.cuda`` look up default generators; once is enough.
+
+    One name in a module serves all functions of torch that read it, however a user's code imported them.
+    """
+    if not isinstance(torch.random.default_generator, _StandIn):
+        torch.random.default_generator = _StandIn(torch.default_generator)  # type: ignore[assignment]
+    # CUDA has no generators before it is initialised.
+    if cuda.is_initialized() and not isinstance(cuda.default_generators[0], _StandIn):
+        cuda.default_generators = tuple(_StandIn(default) for default in cuda.default_generators)
+
+
+def drawing(
+    key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None
+) -> AbstractContextManager[None]:
+    """Answer the random draws of this thread from a stream of their own while one call of a unit runs.
+
+    The same key and call give the same numbers, whoever runs them and whenever. Other threads are not touched. A
+    ``torch.manual_seed`` inside seeds the rest of this call only. Contexts nest.
+
+    Args:
+        key: what the numbers are a function of.
+        call: which call of the unit within one forward of the micro-batch.
+        foreign: finds draws by Python's ``random`` and numpy's global generator; None looks for none.
+
+    Raises:
+        DrawError: on leaving, if ``foreign`` found such draws; at once for ``torch.seed()``.
+    """
+    return _answered(DrawStream(key, call, is_backward=False), nullcontext() if foreign is None else foreign.watch(key))
+
+
+def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
+    """Let ``torch.utils.checkpoint`` inside units draw again, in the backward, what it drew in the forward.
+
+    Put it around each backward. Checkpoint restores the state that it saved inside `drawing`; outside of that, draws
+    are a function of ``key`` and warn, since a backward spans as many units as its stage has.
+
+    Args:
+        key: with a name for the stage's backward where the unit's name stands.
+    """
+    return _answered(DrawStream(key, 0, is_backward=True), nullcontext())
+
+
+@contextmanager
+def _answered(stream: DrawStream, watch: AbstractContextManager[None]) -> Iterator[None]:
+    stand_in_for_defaults()
+    with watch, entered(stream):
+        yield
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PipeloomWarning, stacklevel=4)

@@ -1,0 +1,53 @@
+"""The gradients of one stage during one step: add up as autograd does, or come back as they were.
+
+A step is a transaction: if it fails, the gradients that were there before it are there again (contract 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientScope:
+    """What a step may do to the gradients of some parameters.
+
+    Args:
+        parameters: those of one stage; their present gradients are remembered, with one copy of each that exists.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._before: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = [
+            (p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters
+        ]
+        self._is_apart = False
+
+    def set_apart(self) -> None:
+        """Collect this step's gradients by themselves, to be scaled before they join the earlier ones."""
+        if not self._is_apart:
+            self._is_apart = True
+            for parameter, _, _ in self._before:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self, scale: float) -> None:
+        """Scale the gradients that were set apart and add them to the earlier ones."""
+        if not self._is_apart:
+            return
+        for parameter, earlier, _ in self._before:
+            if parameter.grad is None:
+                parameter.grad = earlier
+                continue
+            parameter.grad.mul_(scale)
+            if earlier is not None:
+                parameter.grad = earlier.add_(parameter.grad)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was there before the step."""
+        for parameter, earlier, copy in self._before:
+            if earlier is not None and copy is not None:
+                earlier.copy_(copy)
+            parameter.grad = earlier

@@ -1,0 +1,180 @@
+"""What each kind of action does on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.ir import Action, Kind
+from pipeloom.runtime.batch_norm import frozen_buffers
+from pipeloom.runtime.boundary import Message, detached, moved, run_backward
+from pipeloom.runtime.context import StepContext
+from pipeloom.runtime.draws import drawing
+from pipeloom.runtime.executor import Handler
+from pipeloom.runtime.gradients import GradientScope
+from pipeloom.runtime.losses import StepLoss
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.transport.base import Transport
+
+_Place = tuple[Kind, int, int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a micro-batch leaves on a stage from F (or R) to B.
+
+    Args:
+        inputs: per leaf of the stage's input, the tensor that collects its gradient.
+        outputs: the leaves of the stage's output with their graph; on the last stage the loss alone.
+    """
+
+    inputs: tuple[Tensor | None, ...]
+    outputs: tuple[Any, ...]
+
+
+class RankHandlers:
+    """The handlers of one rank for one step, and the micro-batches that it holds meanwhile.
+
+    Args:
+        stages: the rank's stages by index.
+        num_stages: of the whole model.
+        scopes: the gradients of each stage; empty in evaluation.
+        transport: carries what leaves the rank.
+        context: what the step is about.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        scopes: Mapping[int, GradientScope],
+        transport: Transport,
+        context: StepContext,
+    ) -> None:
+        self._stages = stages
+        self._last = num_stages - 1
+        self._scopes = scopes
+        self._transport = transport
+        self._context = context
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._sources: dict[tuple[int, int], Message] = {}
+        self._outgoing: dict[_Place, Message] = {}
+
+    @property
+    def table(self) -> dict[Kind, Handler]:
+        """The handler of every kind that this rank can run."""
+        is_training = self._context.loss is not None
+        return {
+            Kind.FORWARD: self.forward if is_training else self.evaluate,
+            Kind.BACKWARD: self.backward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.SEND_F: lambda action, _: self._send(action, Kind.FORWARD),
+            Kind.SEND_B: lambda action, _: self._send(action, Kind.BACKWARD),
+            Kind.RECV_F: lambda action, _: self._transport.post(action),
+            Kind.RECV_B: lambda action, _: self._transport.post(action),
+        }
+
+    def evaluate(self, action: Action, arrived: tuple[Any, ...]) -> None:
+        """F without a graph."""
+        stage = self._stages[action.stage]
+        output = self._call(stage, action.microbatch, self._source(action, arrived).value())
+        if action.stage == self._last:
+            self._context.outputs[action.microbatch] = output
+        else:
+            self._outgoing[(Kind.FORWARD, action.stage, action.microbatch)] = Message.of(output)[0]
+
+    def forward(self, action: Action, arrived: tuple[Any, ...]) -> None:
+        """F: keep the graph for B; or, with recompute, nothing but the stage's input."""
+        place, source = (action.stage, action.microbatch), self._source(action, arrived)
+        if self._stages[action.stage].has_recompute:
+            self._sources[place] = source
+            with torch.autograd.graph.saved_tensors_hooks(_forget, _never):
+                _, message = self._run(action, source.copied())
+        else:
+            self._held[place], message = self._run(action, source)
+        if message is not None:
+            self._outgoing[(Kind.FORWARD, *place)] = message
+
+    def recompute(self, action: Action, _: tuple[Any, ...]) -> None:
+        """R: the forward again from its input, with the same random draws; buffers are not updated twice."""
+        place = (action.stage, action.microbatch)
+        with frozen_buffers(self._stages[action.stage].module):
+            self._held[place], _message = self._run(action, self._sources.pop(place))
+
+    def backward(self, action: Action, arrived: tuple[Any, ...]) -> None:
+        """B: gradients of the parameters, and of the input for the stage before."""
+        loss = self._step_loss
+        if loss.is_deferred:
+            self._scopes[action.stage].set_apart()
+        held = self._held.pop((action.stage, action.microbatch))
+        run_backward(held.outputs, self._output_grads(action, arrived, held, loss))
+        grads = tuple(None if each is None else each.grad for each in held.inputs)
+        self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(grads, None, ())
+
+    def _output_grads(
+        self, action: Action, arrived: tuple[Any, ...], held: _Held, loss: StepLoss
+    ) -> tuple[Tensor | None, ...]:
+        if action.stage == self._last:
+            return (torch.full_like(held.outputs[0], loss.seed(action.microbatch)),)
+        message = self._message(arrived, (Kind.BACKWARD, action.stage + 1, action.microbatch))
+        return message.to(self._stages[action.stage].device).leaves
+
+    def _run(self, action: Action, source: Message) -> tuple[_Held, Message | None]:
+        """One stage's forward under autograd: what B needs, and what the next stage gets."""
+        stage = self._stages[action.stage]
+        value, inputs = source.opened()
+        if action.stage == self._last:
+            loss = self._loss_of(stage, action.microbatch, value)
+            return _Held(inputs, (loss,)), None
+        message, leaves = Message.of(self._call(stage, action.microbatch, value))
+        return _Held(inputs, leaves), message
+
+    def _loss_of(self, stage: Stage, microbatch: int, value: Any) -> Tensor:
+        context = self._context
+        target = moved(context.inputs[microbatch].target, stage.device)
+        with context.ambient.autocast():
+            output = self._units(stage, microbatch, value)
+            if context.has_outputs:
+                context.outputs[microbatch] = detached(output)
+            with drawing(context.draw_key(microbatch, "loss_fn")):
+                return self._step_loss.compute(microbatch, output, target)
+
+    def _call(self, stage: Stage, microbatch: int, value: Any) -> Any:
+        with self._context.ambient.autocast():
+            return self._units(stage, microbatch, value)
+
+    def _units(self, stage: Stage, microbatch: int, value: Any) -> Any:
+        return stage(value, [self._context.draw_key(microbatch, unit.name) for unit in stage.units])
+
+    def _source(self, action: Action, arrived: tuple[Any, ...]) -> Message:
+        """The input of a stage: the model's, or what the stage before sent or left here."""
+        device = self._stages[action.stage].device
+        if action.stage == 0:
+            inputs = self._context.inputs[action.microbatch]
+            return Message.of_inputs(inputs.args, inputs.kwargs).to(device)
+        return self._message(arrived, (Kind.FORWARD, action.stage - 1, action.microbatch)).to(device)
+
+    def _message(self, arrived: tuple[Any, ...], place: _Place) -> Message:
+        """What was received, or what another stage of this rank left."""
+        message: Message = arrived[0] if arrived else self._outgoing.pop(place)
+        return message
+
+    def _send(self, action: Action, kind: Kind) -> None:
+        self._transport.send(action, self._outgoing.pop((kind, action.stage, action.microbatch)))
+
+    @property
+    def _step_loss(self) -> StepLoss:
+        assert self._context.loss is not None, "evaluation has no backward"
+        return self._context.loss
+
+
+def _forget(_: Tensor) -> None:
+    """Save nothing: this graph only says which outputs need a gradient, and kernels run as in training."""
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("a forward that will be recomputed has no backward of its own")

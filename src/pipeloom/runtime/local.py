@@ -1,0 +1,90 @@
+"""All ranks of a pipeline in this process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from pipeloom.ir import Placement, Timeline
+from pipeloom.runtime.context import StepContext
+from pipeloom.runtime.control import Control
+from pipeloom.runtime.executor import Plan, execute
+from pipeloom.runtime.gradients import GradientScope
+from pipeloom.runtime.handlers import RankHandlers
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.threads import RankThreads
+from pipeloom.runtime.trace import Trace
+from pipeloom.runtime.transport import LocalTransport
+
+
+class LocalRuntime:
+    """Runs schedules on threads: a notebook needs nothing else.
+
+    Args:
+        stages: in model order.
+        placement: which rank runs which stage.
+
+    Attributes:
+        peak_live_slots: per rank, the most receives that were live at once in the last run.
+    """
+
+    def __init__(self, stages: Sequence[Stage], placement: Placement) -> None:
+        self._stages = tuple(stages)
+        self._placement = placement
+        self._threads = RankThreads(placement.num_ranks)
+        self.peak_live_slots: tuple[int, ...] = ()
+        self.close = weakref.finalize(self, self._threads.close)
+
+    def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> tuple[Timeline | None, GradientChanges]:
+        """Run one step or evaluation on all ranks.
+
+        Returns:
+            What was measured if it was asked for, and the gradients' changes, which can still be undone.
+
+        Raises:
+            BaseException: what the first failing rank raised; gradients are then as they were before.
+        """
+        self._threads.wait_for_late_ranks()
+        changes = GradientChanges(self._stages if context.loss is not None else ())
+        transport = LocalTransport(plan.schedule, plan.channels)
+        control = Control(plan.schedule.num_ranks)
+        trace = Trace(plan.schedule) if has_trace else None
+
+        def stop() -> None:
+            control.stop()
+            transport.abort()
+
+        def work(rank: int) -> None:
+            stages = {index: self._stages[index] for index in self._placement.stages_of(rank)}
+            handlers = RankHandlers(stages, len(self._stages), changes.scopes, transport, context)
+            with context.ambient.entered(), torch.set_grad_enabled(context.loss is not None):
+                execute(plan, rank, handlers.table, transport, control, trace)
+
+        tasks = [partial(work, rank) for rank in range(plan.schedule.num_ranks)]
+        self._threads.run(tasks, stop=stop, undo=changes.undo)
+        self.peak_live_slots = tuple(transport.peak_live_slots)
+        return (trace.timeline() if trace else None), changes
+
+
+class GradientChanges:
+    """What one step did to the gradients of all stages.
+
+    Args:
+        stages: whose gradients the step may change.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.scopes = {stage.index: GradientScope(stage.module.parameters()) for stage in stages}
+
+    def finish(self, scale: float) -> None:
+        """Scale what was set apart and add it to earlier gradients."""
+        for scope in self.scopes.values():
+            scope.finish(scale)
+
+    def undo(self) -> None:
+        """Put the gradients back as they were before the step."""
+        for scope in self.scopes.values():
+            scope.restore()

@@ -1,0 +1,212 @@
+"""How the losses of micro-batches become the loss of the batch, and what seeds each backward (contract 4).
+
+Averaging the means of micro-batches is wrong as soon as they count differently many samples or tokens (the
+gradient-accumulation bug of 2024). Here the loss of a batch is a weighted mean, and the weights are what the loss
+says that it counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import LossError, PipeloomWarning
+
+LossFn = Callable[..., Any]
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What the user said about the loss.
+
+    Args:
+        loss_fn: ``loss_fn(output, target)`` → a scalar, or ``(sum, count)``; None: the output is the loss.
+        reduction: "mean": the micro-batches' losses are means, weighted by samples or by ``count``; "sum": they
+            are sums and are added up.
+        count: ``count(target)`` → how much a micro-batch counts, e.g. its tokens; default ``loss_fn.count``.
+    """
+
+    loss_fn: LossFn | None
+    reduction: Reduction = "mean"
+    count: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise LossError(f"loss_reduction={self.reduction!r} was given; 'mean' or 'sum' is needed")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise LossError(f"loss_fn={self.loss_fn!r} was given; a function loss_fn(output, target) is needed")
+
+    def for_step(self, num_samples: Sequence[int], targets: Sequence[Any], scale: float) -> StepLoss:
+        """The rule for one step, before its first forward.
+
+        Raises:
+            LossError: the loss function takes a target and there is none.
+        """
+        if self.loss_fn is not None and _takes_target(self.loss_fn) and any(each is None for each in targets):
+            raise LossError(
+                "no target was given, and the loss function needs one: loss_fn(output, target)",
+                "call step(inputs, target=...)",
+            )
+        count = self.count or getattr(self.loss_fn, "count", None)
+        counts = None if count is None else [float(count(target)) for target in targets]
+        if count is None and self.reduction == "mean":
+            _warn_of_ignored(self.loss_fn, targets)
+        return StepLoss(self, list(num_samples), counts, scale)
+
+
+@dataclass
+class StepLoss:
+    """The losses of one step, one per micro-batch as they come.
+
+    Args:
+        rule: what the user said.
+        num_samples: per micro-batch, its rows.
+        counts: per micro-batch what it counts, where that is known before the first forward.
+        scale: multiplies every gradient, not the loss (for a gradient scaler or accumulation).
+    """
+
+    rule: LossRule
+    num_samples: list[int]
+    counts: list[float] | None
+    scale: float = 1.0
+    returned_counts: dict[int, float] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Counts came with the losses, so gradients are scaled once, at the end of the step.
+
+        Known before the first backward: that needs the last stage's forward, which sets it.
+        """
+        return self.counts is None and self.rule.reduction == "mean" and bool(self.returned_counts)
+
+    def compute(self, microbatch: int, output: Any, target: Any) -> Tensor:
+        """The scalar to back-propagate from for one micro-batch; notes its value.
+
+        Raises:
+            LossError: what the loss function returned is no scalar and no ``(sum, count)``.
+        """
+        loss_fn = self.rule.loss_fn
+        if loss_fn is None:
+            returned = output
+        else:
+            returned = loss_fn(output, target) if _takes_target(loss_fn) else loss_fn(output)
+        loss = self._scalar(microbatch, returned)
+        self.values[microbatch] = loss.detach()
+        return loss
+
+    def seed(self, microbatch: int) -> float:
+        """The gradient of the batch's loss with respect to this micro-batch's."""
+        return self.scale * (1.0 if self.is_deferred else self._weight(microbatch))
+
+    @property
+    def final_scale(self) -> float:
+        """What gradients are multiplied by at the end of the step if `is_deferred`."""
+        return _inverse(math.fsum(self.returned_counts.values()))
+
+    def total(self) -> Tensor:
+        """The loss of the batch: a detached scalar."""
+        if self.is_deferred:
+            return self._sum([1.0] * len(self.values)) * self.final_scale
+        return self._sum([self._weight(microbatch) for microbatch in sorted(self.values)])
+
+    def first_non_finite(self) -> int | None:
+        """The first micro-batch whose loss is NaN or infinite."""
+        return next((i for i in sorted(self.values) if not bool(torch.isfinite(self.values[i]))), None)
+
+    def _sum(self, weights: Sequence[float]) -> Tensor:
+        """Add up in ascending order, each share rounded as a plain loop's ``loss / n`` is."""
+        shares = [_share(self.values[i], weight) for i, weight in zip(sorted(self.values), weights, strict=True)]
+        total = shares[0]
+        for share in shares[1:]:
+            total = total + share
+        return total
+
+    def _weight(self, microbatch: int) -> float:
+        if self.rule.reduction == "sum":
+            return 1.0
+        if self.counts is None:
+            return self.num_samples[microbatch] / sum(self.num_samples)
+        total = math.fsum(self.counts)
+        has_sums = bool(self.returned_counts)
+        return _inverse(total) if has_sums else self.counts[microbatch] * _inverse(total)
+
+    def _scalar(self, microbatch: int, returned: Any) -> Tensor:
+        if isinstance(returned, tuple) and len(returned) == 2:
+            returned, count = returned
+            self._note_count(microbatch, float(count))
+        elif self.returned_counts:
+            raise LossError(
+                f"the loss of micro-batch {microbatch} came without a count, but earlier ones came as (sum, count); "
+                "all must be alike"
+            )
+        if not isinstance(returned, Tensor) or returned.numel() != 1:
+            raise LossError(
+                f"the loss of micro-batch {microbatch} is {_describe(returned)}; a scalar tensor, or a tuple "
+                "(sum, count), is needed to back-propagate from",
+                "reduce it with .mean(), or return (losses.sum(), count)",
+            )
+        return returned.reshape(())
+
+    def _note_count(self, microbatch: int, count: float) -> None:
+        known = None if self.counts is None else self.counts[microbatch]
+        if known is not None and known != count:
+            raise LossError(
+                f"micro-batch {microbatch} counts {known:g} by count(target), but its loss came with {count:g}; "
+                "both must be the same number"
+            )
+        if self.values and not self.returned_counts:
+            raise LossError(
+                f"the loss of micro-batch {microbatch} came as (sum, count), but earlier ones came without a count; "
+                "all must be alike"
+            )
+        self.returned_counts[microbatch] = count
+
+
+def _share(loss: Tensor, weight: float) -> Tensor:
+    """``loss / n`` where the weight is one over a whole number, as people write it; else ``loss * weight``."""
+    parts = round(1 / weight) if weight and math.isfinite(weight) else 0
+    return loss / parts if parts and 1 / parts == weight else loss * weight
+
+
+def _inverse(total: float) -> float:
+    """NaN for nothing counted: the loss of an empty batch is 0/0, as in torch."""
+    return 1 / total if total else math.nan
+
+
+def _takes_target(loss_fn: LossFn) -> bool:
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
+
+
+def _warn_of_ignored(loss_fn: LossFn | None, targets: Sequence[Any]) -> None:
+    ignored = getattr(loss_fn, "ignore_index", -100)
+    for target in targets:
+        is_classes = isinstance(target, Tensor) and not target.is_floating_point() and target.dtype != torch.bool
+        if is_classes and bool((target == ignored).any()):
+            warnings.warn(
+                f"targets hold ignore_index ({ignored}), but a mean of each micro-batch is weighted by its samples, so "
+                "micro-batches with few counted targets weigh too much; return (sum, count) from the loss, or give "
+                "loss_count=lambda target: (target != ignore_index).sum()",
+                PipeloomWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

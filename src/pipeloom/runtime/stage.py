@@ -1,0 +1,53 @@
+"""One stage of the model on its rank: the user's own modules, called in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeloom.runtime.draws import DrawKey, drawing
+from pipeloom.splitting import Unit
+
+
+class Stage:
+    """The units of one stage.
+
+    Args:
+        index: position in model order.
+        units: what it runs, in call order.
+        is_first: its input is the model's, positional and keyword arguments.
+        device: where it lives; None leaves everything where it is.
+        has_recompute: only its input is kept between forward and backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        units: Sequence[Unit],
+        *,
+        is_first: bool,
+        device: torch.device | None = None,
+        has_recompute: bool = False,
+    ) -> None:
+        self.index = index
+        self.units = tuple(units)
+        self.is_first = is_first
+        self.device = device
+        self.has_recompute = has_recompute
+        self.module = nn.ModuleList(unit.module for unit in units)
+        if device is not None:
+            self.module.to(device)
+
+    def __call__(self, value: Any, keys: Sequence[DrawKey]) -> Any:
+        """Run the units; ``keys`` holds one random key per unit."""
+        for position, (unit, key) in enumerate(zip(self.units, keys, strict=True)):
+            with drawing(key):
+                if self.is_first and position == 0:
+                    args, kwargs = value
+                    value = unit.module(*args, **kwargs)
+                else:
+                    value = unit(value)
+        return value

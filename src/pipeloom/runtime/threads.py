@@ -1,0 +1,131 @@
+"""One thread per rank, kept from step to step.
+
+A thread per step would build torch's pool of intra-op threads anew each time. Idle threads hold no reference to
+the pipeline, so it can be collected; they are daemons, so they never keep a process alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from pipeloom.runtime.transport.base import Aborted
+
+Task = Callable[[], None]
+GRACE_S = 1.5
+"""How long the other ranks may take to end after one failed, before the caller hears of it all the same."""
+
+
+class RankThreads:
+    """The threads of one pipeline.
+
+    Args:
+        num_ranks: how many tasks each `run` has.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._inboxes: list[SimpleQueue[tuple[Task, _Done] | None]] = []
+        self._num_ranks = num_ranks
+        self._late: tuple[_Done, set[int]] | None = None
+        self._when_late_ends: Task | None = None
+
+    def run(self, tasks: Sequence[Task], *, stop: Task, undo: Task) -> None:
+        """Run one task per rank and wait for all.
+
+        Args:
+            tasks: ``tasks[rank]``.
+            stop: called when a task fails, or the caller is interrupted; the other tasks should end soon.
+            undo: called then, when all tasks have ended; again later if some end only after this returned.
+
+        Raises:
+            BaseException: the first that a task raised, as it is; `KeyboardInterrupt` of the caller.
+        """
+        self.wait_for_late_ranks()
+        done: _Done = SimpleQueue()
+        self._start()
+        for rank, task in enumerate(tasks):
+            self._inboxes[rank].put((task, done))
+        running = set(range(self._num_ranks))
+        try:
+            error = self._first_error(done, running)
+        except BaseException:
+            stop()
+            self._end(done, running, undo)
+            raise
+        if error is not None:
+            stop()
+            late = self._end(done, running, undo)
+            if late:
+                error.add_note(
+                    f"ranks {sorted(late)} were still busy; the pipeline waits for them before its next step"
+                )
+            raise error
+
+    def wait_for_late_ranks(self) -> None:
+        """Wait for ranks that were still busy when an earlier step failed, then undo what they did since."""
+        if self._late is None:
+            return
+        done, running = self._late
+        while running:
+            running.discard(done.get()[0])
+        self._late = None
+        if self._when_late_ends is not None:
+            self._when_late_ends()
+            self._when_late_ends = None
+
+    def close(self) -> None:
+        """Let every idle thread end."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes.clear()
+
+    def _start(self) -> None:
+        while len(self._inboxes) < self._num_ranks:
+            rank = len(self._inboxes)
+            inbox: SimpleQueue[tuple[Task, _Done] | None] = SimpleQueue()
+            threading.Thread(target=_work, args=(rank, inbox), name=f"pipeloom-rank-{rank}", daemon=True).start()
+            self._inboxes.append(inbox)
+
+    @staticmethod
+    def _first_error(done: _Done, running: set[int]) -> BaseException | None:
+        while running:
+            rank, error = done.get()
+            running.discard(rank)
+            if error is not None:
+                return error
+        return None
+
+    def _end(self, done: _Done, running: set[int], undo: Task) -> set[int]:
+        """Wait a little for the ranks that still run; return those that go on."""
+        deadline_s = time.monotonic() + GRACE_S
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                running.discard(done.get(timeout=left_s)[0])
+            except Empty:
+                break
+        undo()
+        if running:
+            self._late, self._when_late_ends = (done, running), undo
+        return running
+
+
+_Done = SimpleQueue[tuple[int, BaseException | None]]
+
+
+def _work(rank: int, inbox: SimpleQueue[tuple[Task, _Done] | None]) -> None:
+    while (order := inbox.get()) is not None:
+        task, done = order
+        done.put((rank, _outcome(task)))
+        del order, task, done
+
+
+def _outcome(task: Task) -> BaseException | None:
+    try:
+        task()
+    except Aborted:
+        return None
+    except BaseException as error:
+        return error
+    return None

@@ -1,0 +1,37 @@
+"""When each action ran, written into arrays that are there before the step starts."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from pipeloom.ir import Schedule, Timeline
+
+clock = time.perf_counter
+
+
+class Trace:
+    """The starts and ends of one step's actions, by the clock of this process.
+
+    Args:
+        schedule: what will run.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._starts = [array("d", bytes(8 * len(program))) for program in schedule.programs]
+        self._ends = [array("d", bytes(8 * len(program))) for program in schedule.programs]
+
+    def record(self, rank: int, position: int, start_s: float, end_s: float) -> None:
+        """Note one action of ``rank``; only that rank's thread calls this."""
+        self._starts[rank][position] = start_s
+        self._ends[rank][position] = end_s
+
+    def timeline(self) -> Timeline:
+        """What was measured, counted from the earliest start."""
+        zero = min((start for starts in self._starts for start in starts), default=0.0)
+        return Timeline(
+            self._schedule,
+            tuple(array("d", (start - zero for start in starts)) for starts in self._starts),
+            tuple(array("d", (end - zero for end in ends)) for ends in self._ends),
+        )

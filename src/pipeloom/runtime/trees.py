@@ -1,0 +1,42 @@
+"""A value of nested containers as a flat list of leaves, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeloom.runtime.microbatches import _container, _Container
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A container without its leaves; ``container`` is None for a leaf."""
+
+    container: _Container | None
+    children: tuple[Structure, ...] = ()
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of ``value``, in order, and what `unflatten` needs to build it again."""
+    container = _container(value)
+    if container is None:
+        return [value], Structure(None)
+    leaves: list[Any] = []
+    children = []
+    for child in container.children.values():
+        inner, structure = flatten(child)
+        leaves += inner
+        children.append(structure)
+    return leaves, Structure(container, tuple(children))
+
+
+def unflatten(leaves: list[Any], structure: Structure) -> Any:
+    """A value of that structure with other leaves."""
+    return _build(iter(leaves), structure)
+
+
+def _build(leaves: Iterator[Any], structure: Structure) -> Any:
+    if structure.container is None:
+        return next(leaves)
+    return structure.container.made_of([_build(leaves, child) for child in structure.children])

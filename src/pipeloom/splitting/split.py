@@ -1,0 +1,204 @@
+"""A model → stages, for `nn.Sequential` and for a list of stage modules.
+
+A *unit* is the smallest thing that a cut can separate: a child of the Sequential, or a module of the list. Units
+keep the names that they have in the whole model, so parameters and random draws are called the same however
+the model is cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeloom.errors import SplitError
+from pipeloom.splitting.balance import balanced_cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that lives whole in one stage.
+
+    Args:
+        name: its name in the whole model.
+        module: the module itself, not a copy.
+        is_unpacked: a tuple from the unit before becomes its positional arguments, a dict its keyword arguments.
+    """
+
+    name: str
+    module: nn.Module
+    is_unpacked: bool = False
+
+    def __call__(self, value: Any) -> Any:
+        """Call the module on what the unit before it returned."""
+        if self.is_unpacked and isinstance(value, tuple | list):
+            return self.module(*value)
+        if self.is_unpacked and isinstance(value, Mapping):
+            return self.module(**value)
+        return self.module(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model cut into stages.
+
+    Args:
+        root: the whole model, whose names are used; a list of modules becomes an `nn.ModuleList`.
+        stages: per stage its units, in call order.
+    """
+
+    root: nn.Module
+    stages: tuple[tuple[Unit, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stages)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units, in call order."""
+        return tuple(unit for units in self.stages for unit in units)
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of a stage, each once."""
+        return list({id(p): p for unit in self.stages[stage] for p in unit.module.parameters()}.values())
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    num_stages: int | None = None,
+    cuts: Sequence[int] | None = None,
+) -> Split:
+    """Cut a model into stages.
+
+    Args:
+        model: an `nn.Sequential`, whose children are the units; or a list of modules, each one a stage.
+        num_stages: how many stages; a Sequential is cut so that the stage with most parameters has as few as
+            possible. By default the number of modules of a list, 1 for a Sequential without ``cuts``.
+        cuts: ``[2, 5, 7]`` starts a new stage before children 2, 5 and 7: four stages.
+
+    Raises:
+        SplitError: the model is neither, the cuts are out of order or out of range, there are more stages than
+            units, ``cuts`` and ``num_stages`` disagree, or two stages share a parameter or buffer.
+    """
+    _check_count(num_stages)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        made = _split_module(model, num_stages, cuts)
+    else:
+        made = _split_list(list(model), num_stages, cuts)
+    _refuse_sharing(made)
+    return made
+
+
+def _check_count(num_stages: int | None) -> None:
+    if num_stages is not None and (isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1):
+        raise SplitError(f"num_stages={num_stages!r} was given; a whole number of at least 1 is needed")
+
+
+def _split_module(model: nn.Module, num_stages: int | None, cuts: Sequence[int] | None) -> Split:
+    if not _is_chain(model):
+        if (num_stages or 1) > 1 or cuts:
+            raise SplitError(
+                f"a {type(model).__name__} was given; only an nn.Sequential can be cut into stages",
+                "pass nn.Sequential(...), or a list with one module per stage",
+            )
+        return Split(model, ((Unit("", model),),))
+    units = _children(model)
+    return Split(model, _grouped(units, _checked_cuts(units, num_stages, cuts)))
+
+
+def _is_chain(model: nn.Module) -> bool:
+    """Whether calling the children one after another is what the model does."""
+    is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return is_plain and len(model._modules) > 0
+
+
+def _children(model: nn.Module) -> list[Unit]:
+    """All children by name, a module that stands twice twice (`named_children` would drop it)."""
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    if any(hooks):
+        raise SplitError(
+            "the nn.Sequential has hooks of its own; it is never called as a whole, so they would never run",
+            "register them on its children",
+        )
+    return [Unit(name, child) for name, child in model._modules.items() if child is not None]
+
+
+def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[int] | None) -> list[int]:
+    if cuts is None:
+        wanted = num_stages or 1
+        if wanted > len(units):
+            raise SplitError(
+                f"{wanted} stages were asked for, but the model has {len(units)} layers; a stage needs at least one",
+                f"ask for at most {len(units)} stages",
+            )
+        return balanced_cuts([_weight(unit.module) for unit in units], wanted)
+    if num_stages is not None and num_stages != len(cuts) + 1:
+        raise SplitError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, but num_stages={num_stages} was given too")
+    bounds = [0, *cuts, len(units)]
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts) or any(
+        before >= after for before, after in pairwise(bounds)
+    ):
+        raise SplitError(
+            f"cuts={list(cuts)} were given; whole numbers are needed, ascending, from 1 to {len(units) - 1}, "
+            "each the index of the first layer of a new stage"
+        )
+    return list(cuts)
+
+
+def _weight(module: nn.Module) -> int:
+    """Parameters of a layer, and one for the layer itself."""
+    return 1 + sum(parameter.numel() for parameter in module.parameters())
+
+
+def _grouped(units: Sequence[Unit], cuts: Sequence[int]) -> tuple[tuple[Unit, ...], ...]:
+    return tuple(tuple(units[start:end]) for start, end in pairwise([0, *cuts, len(units)]))
+
+
+def _split_list(modules: list[nn.Module], num_stages: int | None, cuts: Sequence[int] | None) -> Split:
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        kinds = ", ".join(type(module).__name__ for module in modules) or "nothing"
+        raise SplitError(f"a list of {kinds} was given; one nn.Module per stage is needed")
+    if cuts is not None or num_stages not in (None, len(modules)):
+        raise SplitError(
+            f"a list of {len(modules)} stage modules was given with num_stages={num_stages}, cuts={cuts}; "
+            f"a list is {len(modules)} stages already",
+            "pass nn.Sequential(*modules) to have it cut",
+        )
+    units = [Unit(str(i), module, _needs_unpacking(module)) for i, module in enumerate(modules)]
+    return Split(nn.ModuleList(modules), tuple((unit,) for unit in units))
+
+
+def _needs_unpacking(module: nn.Module) -> bool:
+    """Whether ``forward`` has more than one required parameter, so that one value can't be all of them."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters) > 1
+
+
+def _refuse_sharing(made: Split) -> None:
+    owner: dict[int, tuple[int, str]] = {}
+    for stage, name, tensor in _tensors(made):
+        first_stage, first_name = owner.setdefault(id(tensor), (stage, name))
+        if first_stage != stage:
+            raise SplitError(
+                f"{name!r} of stage {stage} is the same tensor as {first_name!r} of stage {first_stage}; "
+                "weights that are shared between stages would get half of their gradient on each",
+                "choose cuts= that keep the layers which share it in one stage",
+            )
+
+
+def _tensors(made: Split) -> Iterator[tuple[int, str, torch.Tensor]]:
+    for stage, units in enumerate(made.stages):
+        for unit in units:
+            prefix = f"{unit.name}." if unit.name else ""
+            named = [*unit.module.named_parameters(), *unit.module.named_buffers()]
+            for name, tensor in named:
+                yield stage, prefix + name, tensor

@@ -1,0 +1,95 @@
+"""The sequential oracle: what a pipeline's numbers are held against (contract 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.runtime.ambient import Ambient
+from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.gradients import GradientScope
+from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
+from pipeloom.runtime.microbatches import MicrobatchInputs, split_batch
+from pipeloom.runtime.stage import Stage
+from pipeloom.splitting import split
+
+
+def sequential_step(
+    model: nn.Module | Sequence[nn.Module],
+    *args: Any,
+    num_microbatches: int,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    loss_reduction: Reduction = "mean",
+    loss_count: Callable[[Any], Any] | None = None,
+    loss_scale: float = 1.0,
+    seed: int = 0,
+    step_index: int = 0,
+    order: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Run a batch's micro-batches one after another on the whole model and add up their gradients.
+
+    No stages, no boundaries, no recomputation: forward and backward of one micro-batch, then of the next. The
+    random rule, the weights of the loss and the casts are those of `pipeloom.Pipeline.step`.
+
+    Args:
+        model: what the pipeline was made from; its ``.grad`` are added to.
+        args: the model's inputs, tensors ``(batch, ...)``.
+        num_microbatches: as the pipeline's.
+        target: as the pipeline's.
+        loss_fn: as the pipeline's.
+        loss_reduction: as the pipeline's.
+        loss_count: as the pipeline's.
+        loss_scale: as the step's.
+        seed: as the pipeline's.
+        step_index: which step, counted from 0: the pipeline's ``step_index`` before its step.
+        order: micro-batches in the order in which they are run; default ascending.
+        kwargs: the model's keyword arguments.
+
+    Returns:
+        The loss of the batch, a detached scalar.
+    """
+    whole = Stage(0, split(model).units, is_first=True)
+    inputs = split_batch(args, kwargs, target, num_microbatches)
+    targets = [each.target for each in inputs]
+    rule = LossRule(loss_fn, loss_reduction, loss_count)
+    loss = rule.for_step([each.num_samples for each in inputs], targets, loss_scale)
+    ambient = Ambient.capture()
+
+    def run() -> Tensor:
+        scope = GradientScope(whole.module.parameters())
+        with ambient.entered():
+            for i in order or range(num_microbatches):
+                one_microbatch(i)
+                if loss.is_deferred:
+                    scope.set_apart()
+                run_backward(i)
+            scope.finish(loss.final_scale if loss.is_deferred else 1.0)
+        return loss.total()
+
+    scalars: dict[int, Tensor] = {}
+
+    def one_microbatch(i: int) -> None:
+        keys = [DrawKey(seed, step_index, 0, i, unit.name) for unit in whole.units]
+        with ambient.autocast():
+            scalars[i] = _loss_of(whole, inputs[i], i, keys, loss)
+
+    def run_backward(i: int) -> None:
+        scalar = scalars.pop(i)
+        torch.autograd.backward(scalar, torch.full_like(scalar, loss.seed(i)))
+
+    # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
+
+
+def _loss_of(
+    whole: Stage, inputs: MicrobatchInputs, microbatch: int, keys: Sequence[DrawKey], loss: StepLoss
+) -> Tensor:
+    output = whole((inputs.args, inputs.kwargs), keys)
+    return loss.compute(microbatch, output, inputs.target)

@@ -1,0 +1,1 @@
+"""`pipeloom train`: configuration, text, loop, figures.  Importing this loads nothing heavy."""
