@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Ambient:
         """The caller's autocast, for one forward action inside `entered`; nothing at all if it is off."""
         return self._every_autocast() if self._is_autocast_enabled else _OFF
 
-    @property
+    @cached_property
     def _is_autocast_enabled(self) -> bool:
         return any(autocast.is_enabled for autocast in self.autocasts)
 
