@@ -39,8 +39,8 @@ class Stream(Protocol):
     def generator_to_draw(self, device: torch.device) -> torch.Generator:
         """The generator for a draw on this device."""
 
-    def warn_of_own_generator(self) -> None:
-        """A draw named a generator that is not the default one."""
+    def check_given(self, generator: torch.Generator) -> None:
+        """A draw named a generator that is not the default one: the stream's own, or the user's."""
 
 
 def current_stream() -> Any:
@@ -96,13 +96,15 @@ def with_generator(overload: OpOverload) -> OpOverload | None:
 
 
 def _argument_names(overload: OpOverload) -> set[str]:
-    return {f"{argument.name}: {argument.type}" if argument.name != "generator" else "generator"
-            for argument in overload._schema.arguments}
+    arguments = ((argument.name, argument.type) for argument in overload._schema.arguments)
+    return {name if name == "generator" else f"{name}: {kind}" for name, kind in arguments}
 
 
 def _register() -> list[Library]:
     """Register everything; the libraries have to be kept, because their end undoes it."""
-    everywhere, aten = Library("_", "IMPL"), Library("aten", "IMPL")
+    # torch leaves these untyped.
+    library: Any = Library
+    everywhere, aten = library("_", "IMPL"), library("aten", "IMPL")
     everywhere.fallback(fallthrough_kernel, _KEY_NAME)
     for overload in drawing_overloads():
         target = with_generator(overload)
@@ -115,13 +117,15 @@ def _generating(overload: OpOverload, target: OpOverload) -> Callable[..., Any]:
     """A kernel that calls ``target`` with the stream's generator."""
 
     def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        stream, given, device = current_stream(), kwargs.get("generator"), device_of(args, kwargs)
-        if stream is None or device.type == "meta" or _is_traced():
+        stream = None if _is_traced() else current_stream()
+        device = _CPU if stream is None else device_of(args, kwargs)
+        if stream is None or device.type == "meta":
             return overload.redispatch(keyset & _BELOW, *args, **kwargs)
-        if given is None or given is _default_of(device):
+        given = kwargs.get("generator")
+        if given is None or is_same_generator(given, _default_of(device)):
             kwargs["generator"] = stream.generator_to_draw(device)
         else:
-            stream.warn_of_own_generator()
+            stream.check_given(given)
         return target.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return draw
@@ -132,9 +136,10 @@ def _forking(overload: OpOverload) -> Callable[..., Any]:
     chances = [position for position, each in enumerate(overload._schema.arguments) if each.name.startswith("dropout")]
 
     def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        stream, device = current_stream(), device_of(args, kwargs)
+        stream = None if _is_traced() else current_stream()
+        device = _CPU if stream is None else device_of(args, kwargs)
         has_chance = any(args[position] for position in chances if position < len(args)) or not chances
-        if stream is None or device.type in _WITHOUT_FORK or not has_chance or _is_traced():
+        if stream is None or device.type in _WITHOUT_FORK or not has_chance:
             return overload.redispatch(keyset & _BELOW, *args, **kwargs)
         with forked(_default_of(device), stream.generator_to_draw(device)):
             return overload.redispatch(keyset & _BELOW, *args, **kwargs)
@@ -171,12 +176,18 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
+def is_same_generator(one: Any, other: Any) -> bool:
+    """torch makes a new Python object each time it hands a generator over; what it holds is the same."""
+    return bool(one._cdata == other._cdata)
+
+
 def _default_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     # A stand-in (see `draws`) gives the process's generator as `default`.
-    found = torch.get_device_module(device.type).default_generators[device.index]
-    return getattr(found, "default", found)
+    found: Any = torch.get_device_module(device.type).default_generators[device.index]
+    default: torch.Generator = getattr(found, "default", found)
+    return default
 
 
 def _is_traced() -> bool:

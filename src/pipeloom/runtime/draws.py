@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeloom.errors import DrawError, PipeloomWarning
-from pipeloom.runtime.draw_kernels import current_stream, entered
+from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_generator
 
 if TYPE_CHECKING:
     from pipeloom.runtime.foreign_draws import ForeignDraws
@@ -113,8 +113,10 @@ class DrawStream:
         self._is_restored = not getattr(state, "pipeloom_is_outside", False)
         self.generator(device).set_state(state)
 
-    def warn_of_own_generator(self) -> None:
-        """A draw named a generator that is not the default one."""
+    def check_given(self, generator: torch.Generator) -> None:
+        """Warn of a draw that named a generator of the user's; torch passes the stream's own from draw to draw."""
+        if any(is_same_generator(generator, own) for own in self._generators.values()):
+            return
         _warn(
             f"unit {self._key.unit!r} draws from a torch.Generator of its own: the numbers depend on the order in "
             "which micro-batches run, and a recompute draws others than its forward did.\n"
@@ -159,16 +161,15 @@ def stand_in_for_defaults(cuda: Any = torch.cuda) -> None:
 
     One name in a module serves all functions of torch that read it, however a user's code imported them.
     """
-    if not isinstance(torch.random.default_generator, _StandIn):
-        torch.random.default_generator = _StandIn(torch.default_generator)  # type: ignore[assignment]
+    cpu: Any = torch.random
+    if not isinstance(cpu.default_generator, _StandIn):
+        cpu.default_generator = _StandIn(cpu.default_generator)
     # CUDA has no generators before it is initialised.
     if cuda.is_initialized() and not isinstance(cuda.default_generators[0], _StandIn):
         cuda.default_generators = tuple(_StandIn(default) for default in cuda.default_generators)
 
 
-def drawing(
-    key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None
-) -> AbstractContextManager[None]:
+def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) -> AbstractContextManager[None]:
     """Answer the random draws of this thread from a stream of their own while one call of a unit runs.
 
     The same key and call give the same numbers, whoever runs them and whenever. Other threads are not touched. A
