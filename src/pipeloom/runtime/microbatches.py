@@ -3,27 +3,19 @@
 torch.distributed.pipelining chunks *every* tensor along dimension 0, whatever its size, and joins every output by
 concatenation: a mask of another length is cut too, and a mean of each micro-batch comes back as a list. Here the
 batch has one size; what has it in front is cut, what has none is shared, anything else must be said.
-
-Containers are walked one level at a time: what torch's pytree knows, and besides it any dataclass, mapping, or
-subclass of list or tuple, which pytree takes for opaque values, so that the tensors in them would silently stay whole.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# Private, and still the only registry that third parties (transformers, tensordict) enter their containers in.
-# Three of its functions are used here and nowhere else; torch 2.9 and 2.13 have them alike.
-from torch.utils import _pytree as pytree
-
 from pipeloom.errors import BatchError
+from pipeloom.runtime.containers import Container, leaves, opened, rebuilt
 
 
 @dataclass(frozen=True)
@@ -102,118 +94,13 @@ def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
     return outputs[0] if len(outputs) == 1 else _merge("output", outputs, num_samples)
 
 
-@dataclass(frozen=True)
-class _Container:
-    """One level of a container.
-
-    Args:
-        children: what it holds, by the text that leads there, as ``['mask']``, ``[0]`` or ``.logits``.
-        made_of: makes a container of the same type from other children in the same order.
-        static: what besides the children must be equal for two containers to be alike.
-    """
-
-    children: dict[str, Any]
-    made_of: Callable[[list[Any]], Any]
-    static: Any = None
-
-
-def _container(value: Any) -> _Container | None:
-    """Open ``value`` by one level; None if it is a leaf."""
-    if isinstance(value, torch.Tensor | Replicated):
-        return None
-    for opened in (_registered, _dataclass, _mapping, _sequence):
-        found = opened(value)
-        if found is not None:
-            return found
-    return None
-
-
-def _registered(value: Any) -> _Container | None:
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
-    if len(children) == 1 and children[0] is value:
-        return None
-    static = None if isinstance(value, Mapping) else spec.context
-    return _Container(
-        children=dict(zip(_names(value, len(children)), children, strict=True)),
-        made_of=lambda new: pytree.tree_unflatten(new, spec),
-        static=static,
-    )
-
-
-def _names(value: Any, count: int) -> list[str]:
-    try:
-        paths = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)[0]
-    except ValueError:  # registered without names
-        return [f"[{index}]" for index in range(count)]
-    return [str(key) for (key,), _ in paths]
-
-
-def _dataclass(value: Any) -> _Container | None:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
-
-    def made_of(new: list[Any]) -> Any:
-        # Neither __init__ nor __post_init__ runs again: what they would do has been done to the whole batch.
-        made = copy.copy(value)
-        for name, child in zip(names, new, strict=True):
-            object.__setattr__(made, name, child)
-        return made
-
-    return _Container({f".{name}": getattr(value, name) for name in names}, made_of)
-
-
-def _mapping(value: Any) -> _Container | None:
-    if not isinstance(value, MutableMapping):
-        return None
-    keys = list(value)
-
-    def made_of(new: list[Any]) -> Any:
-        made = copy.copy(value)
-        for key, child in zip(keys, new, strict=True):
-            made[key] = child
-        return made
-
-    return _Container({f"[{key!r}]": value[key] for key in keys}, made_of)
-
-
-def _sequence(value: Any) -> _Container | None:
-    if not isinstance(value, list | tuple):
-        return None
-
-    def made_of(new: list[Any]) -> Any:
-        made = copy.copy(value) if isinstance(value, list) else tuple.__new__(type(value), new)
-        if isinstance(made, list):
-            made[:] = new
-        elif hasattr(value, "__dict__"):
-            vars(made).update(vars(value))
-        return made
-
-    return _Container({f"[{index}]": child for index, child in enumerate(value)}, made_of)
-
-
-def _replace(value: Any, container: _Container, children: list[Any]) -> Any:
-    """``value`` with other children; itself if none changed, so what holds no tensor is never rebuilt."""
-    old = container.children.values()
-    is_same = all(new is was for new, was in zip(children, old, strict=True))
-    return value if is_same else container.made_of(children)
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    container = _container(value)
-    if container is None:
-        yield path, value
-        return
-    for name, child in container.children.items():
-        yield from _leaves(path + name, child)
-
-
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that have a dimension and are not replicated, by path."""
     roots = (("args", tuple(args)), ("kwargs", dict(kwargs)), ("target", target))
-    for path, leaf in itertools.chain.from_iterable(itertools.starmap(_leaves, roots)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            yield path, leaf
+    for root, value in roots:
+        for path, leaf in leaves(root, value, atoms=Replicated):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                yield path, leaf
 
 
 def _batched(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, torch.Tensor]:
@@ -263,25 +150,25 @@ def _cut(value: Any, start: int, num_samples: int) -> Any:
         return value.value
     if isinstance(value, torch.Tensor):
         return value.narrow(0, start, num_samples) if value.dim() else value
-    container = _container(value)
+    container = opened(value)
     if container is None:
         return value
-    return _replace(value, container, [_cut(child, start, num_samples) for child in container.children.values()])
+    return rebuilt(value, container, [_cut(child, start, num_samples) for child in container.children.values()])
 
 
 def _merge(path: str, values: Sequence[Any], num_samples: Sequence[int]) -> Any:
-    containers = [_container(value) for value in values]
+    containers = [opened(value) for value in values]
     first = containers[0]
     for microbatch, (value, container) in enumerate(zip(values, containers, strict=True)):
         _check_alike(path, (0, values[0], first), (microbatch, value, container))
     if first is None:
         return _merge_leaf(path, values, num_samples)
-    opened = [container.children for container in containers if container is not None]
-    children = [_merge(path + name, [each[name] for each in opened], num_samples) for name in first.children]
-    return _replace(values[0], first, children)
+    levels = [container.children for container in containers if container is not None]
+    children = [_merge(path + name, [level[name] for level in levels], num_samples) for name in first.children]
+    return rebuilt(values[0], first, children)
 
 
-def _check_alike(path: str, one: tuple[int, Any, _Container | None], other: tuple[int, Any, _Container | None]) -> None:
+def _check_alike(path: str, one: tuple[int, Any, Container | None], other: tuple[int, Any, Container | None]) -> None:
     """Two containers of one type with the same names in them, or two leaves."""
     is_alike = _structure(*one[1:]) == _structure(*other[1:])
     if not is_alike:
@@ -291,13 +178,13 @@ def _check_alike(path: str, one: tuple[int, Any, _Container | None], other: tupl
         )
 
 
-def _structure(value: Any, container: _Container | None) -> tuple[Any, ...]:
+def _structure(value: Any, container: Container | None) -> tuple[Any, ...]:
     if container is None:
         return (isinstance(value, torch.Tensor),)
     return type(value), container.children.keys(), container.static
 
 
-def _outline(value: Any, container: _Container | None) -> str:
+def _outline(value: Any, container: Container | None) -> str:
     kind = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
     return kind if container is None else f"{kind} of {', '.join(container.children) or 'nothing'}"
 

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.runtime.microbatches import _container, _Container
+from pipeloom.runtime.containers import Container, opened
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """A container without its leaves; ``container`` is None for a leaf."""
 
-    container: _Container | None
+    container: Container | None
     children: tuple[Structure, ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of ``value``, in order, and what `unflatten` needs to build it again."""
-    container = _container(value)
+    container = opened(value)
     if container is None:
         return [value], Structure(None)
     leaves: list[Any] = []
