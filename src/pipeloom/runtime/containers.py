@@ -37,7 +37,7 @@ class Container:
 
 def opened(value: Any) -> Container | None:
     """Open ``value`` by one level; None if it is a leaf."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | torch.Size):  # a Size is registered, but comes back as a bare tuple
         return None
     for rule in (_registered, _dataclass, _mapping, _sequence):
         found = rule(value)
@@ -134,7 +134,7 @@ def _sequence(value: Any) -> Container | None:
 
 
 def _is_ours_to_make(value: list[Any] | tuple[Any, ...]) -> bool:
-    """False for the tuples of C, as `torch.Size` or `time.struct_time`: they are values, of no tensors."""
+    """False for the tuples of C, as `time.struct_time`, which are values and hold no tensors."""
     if isinstance(value, tuple):
         try:
             tuple.__new__(type(value), value)
