@@ -44,11 +44,11 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             tied = json.loads((file.metadata() or {}).get(_TIED, "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
+        return tensors | {name: tensors[owner] for name, owner in tied.items()}
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
-    return tensors | {name: tensors[owner] for name, owner in tied.items()}
 
 
 def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:

@@ -1,10 +1,30 @@
-"""`pipeloom train`: words first, torch later, so that ``--help`` and a misspelt flag answer at once."""
+"""`pipeloom train`: words first, torch later, so that ``--help`` and a misspelt flag answer at once.
+
+Each key of the configuration is a flag (``--train.steps``, as torchtitan writes them), made from its field.
+argparse only sorts words: values stay text until `resolve` checks them together with the file's, so that a
+wrong value fails with the same message wherever it was written.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
 
-from pipeloom.train.flags import parse_flags
+from pydantic.fields import FieldInfo
+
+from pipeloom.errors import ConfigError, near
+from pipeloom.train.config import SEE_HELP, Layer, read_config_file, sections
+
+DESCRIPTION = """\
+Train a model through a pipeline. With nothing given: a byte-level GPT on the source text
+of Python's standard library, in two stages. Defaults < --config FILE < flags."""
+EPILOG = """\
+--resume takes the saved run's configuration as its defaults, and continues bit-equal:
+weights, optimizer, learning rate, data order, dropout.
+Ctrl-C saves a checkpoint and leaves with code 130; a wrong value leaves with code 2."""
 
 
 def run(argv: list[str]) -> int:
@@ -16,9 +36,96 @@ def run(argv: list[str]) -> int:
     Raises:
         PipeloomError: whatever the user can put right.
     """
-    invocation = parse_flags(argv)
+    given = parse(argv)
+    layers = [read_config_file(Path(given.pop("config")))] if "config" in given else []
+    resume, stop_after = given.pop("resume", None), given.pop("stop_after", None)
+    layers.append(Layer("command line", _by_section(given)))
+    if stop_after is not None and stop_after < 1:
+        raise ConfigError(f"--stop_after was given {stop_after}, but the first step that can be last is 1")
     from rich.console import Console
 
     from pipeloom.train.job import train
 
-    return train(invocation, Console(file=sys.stdout))
+    return train(layers, Console(file=sys.stdout), resume=resume, stop_after=stop_after)
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the given flags by name, dotted ones as text.
+
+    Raises:
+        ConfigError: a flag that does not exist, or lacks its value.
+        SystemExit: ``--help`` was given and answered.
+    """
+    parser = build_parser()
+    given, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    if unknown:
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+        if flag is None:
+            raise ConfigError(f"unexpected {' '.join(unknown)!r}: every value follows its --flag", SEE_HELP)
+        raise ConfigError(f"there is no flag {flag!r}", near(flag, flag_names(parser)) or SEE_HELP)
+    return vars(given)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser: four flags of the command itself, then one for every key."""
+    parser = _Parser(
+        prog="pipeloom train",
+        usage="pipeloom train [--config FILE] [--resume [PATH]] [--section.key VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=110),
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML with the sections and keys below")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="continue the newest run, or the run or checkpoint at PATH",
+    )
+    parser.add_argument("--stop_after", type=int, metavar="STEP", help="save and stop at this step of the schedule")
+    parser.add_argument("--model", dest="model.factory", metavar="MODULE:FUNCTION", help="short for --model.factory")
+    for section, about, fields in sections():
+        group = parser.add_argument_group(f"[{section}]", about)
+        for key, field in fields.items():
+            group.add_argument(f"--{section}.{key}", **_options(field))
+    return parser
+
+
+def flag_names(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield every flag."""
+    for action in parser._actions:
+        yield from action.option_strings
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, SEE_HELP)
+
+
+def _options(field: FieldInfo) -> dict[str, Any]:
+    """Return how argparse takes a key, and what ``--help`` says of it."""
+    is_list, is_switch, choices = isinstance(field.default, tuple), field.annotation is bool, get_args(field.annotation)
+    shown = "none" if field.default in ((), "") else str(field.default).lower() if is_switch else field.default
+    kind = choices[0] if is_list else field.annotation
+    return {
+        "metavar": "|".join(choices) if choices and not is_list else getattr(kind, "__name__", "").upper(),
+        "help": f"{field.description} (default: {shown})".replace("%", "%%"),
+        **({"nargs": "*"} if is_list else {"nargs": "?", "const": "true"} if is_switch else {}),
+    }
+
+
+def _underscored(word: str) -> str:
+    """Accept ``--train.batch-size``: hyphens in a flag's name are underscores."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+
+
+def _by_section(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    values: dict[str, dict[str, Any]] = {}
+    for dotted, value in given.items():
+        section, key = dotted.split(".")
+        values.setdefault(section, {})[key] = value
+    return values

@@ -1,8 +1,8 @@
 """Windows of text in an order that is a function of (seed, position).
 
-A shuffling loader with workers and generators of its own has state in many places, and a resumed run
-repeats or skips data.  Here the order of an epoch follows from the seed and the epoch's number alone, so
-one integer is the whole state.
+A shuffling loader with workers and generators of its own has state in many places, and a resumed run repeats
+or skips data.  Here the order of an epoch follows from the seed and the epoch's number alone, so one integer
+is the whole state.
 """
 
 from __future__ import annotations

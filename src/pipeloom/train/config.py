@@ -1,17 +1,20 @@
 """What a run is: one frozen value, checked in one place before anything slow begins.
 
-Scattered ``config.get("lr", 3e-4)`` calls let a misspelt key train for an hour with the default.  Here
-every key is a field, an unknown one is an error with the near names, and defaults, file and flags are
-layers of plain values that are merged first and checked once, so that a message can say which layer is
-to blame.  Nothing here imports torch: ``pipeloom train --help`` answers at once.
+Scattered ``config.get("lr", 3e-4)`` calls let a misspelt key train for an hour with the default.  Here every
+key is a field, an unknown one is an error with the near names, and defaults, file and flags are layers of
+plain values that are merged first and checked once, so that a message can say which layer is to blame.
 """
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipeloom.errors import ConfigError, near
@@ -28,72 +31,72 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model, and the byte windows that it reads."""
 
-    factory: str = Field("pipeloom.train.gpt:gpt", description="module:function that returns the nn.Module")
-    num_layers: int = Field(4, ge=1, description="transformer blocks")
-    width: int = Field(256, ge=2, description="channels of a position")
-    num_heads: int = Field(4, ge=1, description="attention heads; must divide the width")
-    sequence_length: int = Field(128, ge=1, description="bytes in a training window")
-    dropout: float = Field(0.0, ge=0, lt=1, description="probability, in every block")
+    factory: str = Field(default="pipeloom.train.gpt:gpt", description="module:function returning an nn.Module")
+    num_layers: int = Field(default=4, ge=1, description="transformer blocks")
+    width: int = Field(default=256, ge=2, description="channels of a position")
+    num_heads: int = Field(default=4, ge=1, description="attention heads; each has an even share of the width")
+    sequence_length: int = Field(default=128, ge=1, description="bytes in a training window")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, in every block")
 
 
 class DataConfig(Section):
-    """The text; a window is cut anywhere in it."""
+    """The text, as bytes."""
 
     paths: tuple[str, ...] = Field(
-        (), description="text files, .jsonl files (key `text`) or folders; none: Python's standard library"
+        default=(), description="text, .jsonl (key `text`) or folders; none: Python's standard library"
     )
-    held_out_fraction: float = Field(0.1, gt=0, lt=1, description="share of the documents never trained on")
+    held_out_fraction: float = Field(default=0.1, gt=0, lt=1, description="of the documents, not trained on")
 
 
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int = Field(800, ge=1, description="optimizer steps, on which the learning rate's decay ends")
-    batch_size: int = Field(8, ge=1, description="windows in a step, over all micro-batches")
-    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, data order and dropout")
-    threads: int = Field(1, ge=1, description="torch's threads inside one operation, per rank")
-    autocast: Literal["off", "bfloat16"] = Field("off", description="lower precision of the forward pass")
-    folder: str = Field("", description="where the run is kept; empty: runs/<date>-<time>")
+    steps: int = Field(default=800, ge=1, description="optimizer steps, over which the learning rate decays")
+    batch_size: int = Field(default=8, ge=1, description="windows in a step, over all micro-batches")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of initial weights, data order and dropout")
+    threads: int = Field(default=1, ge=1, description="torch's threads inside one operation, per rank")
+    autocast: Literal["off", "bfloat16"] = Field(default="off", description="precision of the forward pass")
+    folder: str = Field(default="", description="where the run is kept; none: runs/<date>-<time>")
 
 
 class OptimizerConfig(Section):
     """AdamW: linear warm-up, cosine decay, clipped gradients."""
 
-    learning_rate: float = Field(2e-3, gt=0, description="at the end of the warm-up")
-    final_fraction: float = Field(0.05, ge=0, le=1, description="of the learning rate, left at the last step")
-    warmup_steps: int = Field(60, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices, not on biases and norms")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="added to the denominator")
-    clip_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
+    learning_rate: float = Field(default=2e-3, gt=0, description="at the end of the warm-up")
+    final_fraction: float = Field(default=0.05, ge=0, le=1, description="of it, left at the last step")
+    warmup_steps: int = Field(default=60, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(default=0.1, ge=0, description="on matrices, not on biases and norms")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the denominator")
+    clip_norm: float = Field(default=1.0, gt=0, description="largest norm of the whole gradient")
 
 
 class PipelineConfig(Section):
     """How the model is cut and run."""
 
-    num_stages: int = Field(2, ge=1, description="parts of the model, one rank each")
-    schedule: str = Field("1f1b", description="name of a schedule; see `pipeloom show --help`")
-    num_microbatches: int = Field(4, ge=1, description="parts of a batch")
-    recompute: bool = Field(False, description="run forwards again in the backward pass, to save memory")
-    cuts: tuple[int, ...] = Field((), description="children before which a stage starts; none: even cuts")
+    num_stages: int = Field(default=2, ge=1, description="parts of the model, each on a rank of its own")
+    schedule: str = Field(default="1f1b", description="a schedule's name, as `pipeloom show` knows it")
+    num_microbatches: int = Field(default=4, ge=1, description="parts of a batch")
+    recompute: bool = Field(default=False, description="run forwards again before backwards, to save memory")
+    cuts: tuple[int, ...] = Field(default=(), description="children before which a stage starts; none: even")
 
 
 class CheckpointConfig(Section):
     """What is kept to continue from."""
 
-    enabled: bool = Field(True, description="save at intervals, at the end and when interrupted")
-    interval_steps: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
-    num_kept: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    enabled: bool = Field(default=True, description="save at intervals, at the end and when interrupted")
+    interval_steps: int = Field(default=200, ge=0, description="steps between checkpoints; 0: only at the end")
+    num_kept: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
 class MetricsConfig(Section):
     """What is reported."""
 
-    interval_steps: int = Field(10, ge=1, description="steps between printed lines")
-    held_out_interval_steps: int = Field(200, ge=0, description="steps between held-out losses; 0: ends only")
-    num_held_out_windows: int = Field(512, ge=1, description="held-out windows that are scored")
-    tensorboard: bool = Field(True, description="write event files, if tensorboard is installed")
+    interval_steps: int = Field(default=10, ge=1, description="steps between printed lines")
+    held_out_interval_steps: int = Field(default=200, ge=0, description="steps between held-out losses; 0: ends")
+    num_held_out_windows: int = Field(default=512, ge=1, description="held-out windows that are scored")
+    tensorboard: bool = Field(default=True, description="write event files, where tensorboard is installed")
 
 
 class TrainingConfig(Section):
@@ -109,24 +112,24 @@ class TrainingConfig(Section):
 
 
 class Layer(NamedTuple):
-    """Some keys and where they come from: a file's name, or "command line"."""
+    """Some keys by section, and where they come from: a file's name, or "command line"."""
 
     origin: str
     values: Mapping[str, Any]
 
 
-def dotted_keys() -> Iterator[tuple[str, str]]:
-    """Yield every (section, key) in the order of the file."""
-    for section, field in TrainingConfig.model_fields.items():
-        yield from ((section, key) for key in field.annotation.model_fields)  # type: ignore[union-attr]
+def sections() -> Iterator[tuple[str, str, dict[str, FieldInfo]]]:
+    """Yield (name, what it is about, its fields by key) of every section, in the order of the file."""
+    for name, section in TrainingConfig():
+        yield name, str(type(section).__doc__), type(section).model_fields
 
 
 def resolve(layers: Sequence[Layer]) -> TrainingConfig:
     """Return the configuration that the layers make on top of the defaults; later layers win.
 
     Raises:
-        ConfigError: a key that does not exist, a value that its key cannot take, or two values that
-            exclude each other; names the key, the value and the layer.
+        ConfigError: a key that does not exist, a value that its key cannot take, or two values that exclude
+            each other; names the key, the value and the layer.
     """
     merged: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -140,20 +143,45 @@ def resolve(layers: Sequence[Layer]) -> TrainingConfig:
     return config
 
 
+def read_config_file(path: Path) -> Layer:
+    """Return the keys of a TOML file as a layer named after it.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not TOML (the message has line and column).
+    """
+    try:
+        return Layer(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def to_toml(config: TrainingConfig) -> str:
+    """Return the resolved configuration as TOML, an inline table a section; `read_config_file` takes it."""
+    tables = {name: [f"{key} = {_literal(value)}" for key, value in section] for name, section in config}
+    return "".join(f"{name} = {{ {', '.join(keys)} }}\n" for name, keys in tables.items())
+
+
+def _literal(value: Any) -> str:
+    # JSON's escapes are TOML's, but for surrogate pairs (hence no ASCII escapes) and the bare DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _table(origin: str, section: str, values: Any) -> Mapping[str, Any]:
     if section not in TrainingConfig.model_fields:
         hint = near(section, TrainingConfig.model_fields) or SEE_HELP
-        raise ConfigError(f"{origin}: there is no section or key {section!r}", hint)
+        raise ConfigError(f"{origin}: there is no section {section!r}", hint)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{origin}: {section!r} is a section, but was given {values!r}", f"write [{section}]")
     return values
 
 
 def _config_error(error: ErrorDetails, layers: Sequence[Layer]) -> ConfigError:
-    section, key = str(error["loc"][0]), str(error["loc"][1])
+    section, key = map(str, error["loc"][:2])
     origin = next(layer.origin for layer in reversed(layers) if key in layer.values.get(section, {}))
     if error["type"] == "extra_forbidden":
-        known = [".".join(pair) for pair in dotted_keys()]
+        known = [f"{name}.{field}" for name, _, fields in sections() for field in fields]
         return ConfigError(f"{origin}: there is no key '{section}.{key}'", near(f"{section}.{key}", known))
     reason = error["msg"].removeprefix("Input ")
     return ConfigError(f"{origin}: {section}.{key} was given {error['input']!r}, but it {reason}", SEE_HELP)
@@ -161,15 +189,17 @@ def _config_error(error: ErrorDetails, layers: Sequence[Layer]) -> ConfigError:
 
 def _check_together(config: TrainingConfig) -> None:
     """Refuse values that are each fine, but not together."""
-    model, train, pipeline = config.model, config.train, config.pipeline
-    if model.width % model.num_heads:
+    num_windows, num_microbatches = config.train.batch_size, config.pipeline.num_microbatches
+    if num_windows < num_microbatches:
         raise ConfigError(
-            f"model.width is {model.width}, which {model.num_heads} heads (model.num_heads) do not divide",
-            "choose a width that is a multiple of the number of heads",
-        )
-    if train.batch_size < pipeline.num_microbatches:
-        raise ConfigError(
-            f"train.batch_size is {train.batch_size}, fewer than the {pipeline.num_microbatches} micro-batches "
-            "of pipeline.num_microbatches: some would be empty",
+            f"train.batch_size is {num_windows}, fewer than the {num_microbatches} micro-batches of "
+            "pipeline.num_microbatches: some would be empty",
             "raise --train.batch_size or lower --pipeline.num_microbatches",
+        )
+    cuts = config.pipeline.cuts
+    if cuts and config.pipeline.num_stages != len(cuts) + 1:
+        raise ConfigError(
+            f"pipeline.cuts {list(cuts)} make {len(cuts) + 1} stages, pipeline.num_stages is "
+            f"{config.pipeline.num_stages}",
+            f"add --pipeline.num_stages {len(cuts) + 1}",
         )

@@ -1,8 +1,8 @@
 """Text from files, split into what is trained on and what is held out.
 
-Splitting one long string at 90 % holds out whatever happens to be last, and neighbouring windows leak
-into each other.  Here whole documents (a file, or a line of a .jsonl file) are held out, chosen by a hash
-of their relative path: adding a file moves no other one to the other side.
+Splitting one long string at 90 % holds out whatever happens to be last.  Here whole documents (a file, or a
+line of a .jsonl file) are held out, chosen by a hash of their relative path: adding a file moves no other
+one to the other side.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out text, as bytes.
+    """Training and held-out text.
 
     Attributes:
         training: 1-d uint8, documents joined by newlines.
         held_out: likewise.
-        num_documents: (training, held out); (1, 1) where a single document was cut in two.
-        fingerprint: SHA-256 of both texts; a checkpoint's data position means nothing for another one.
+        num_documents: (training, held out); a corpus of one document is cut in two, (1, 1).
+        fingerprint: SHA-256 of both; a checkpoint's place in the data means nothing in another text.
     """
 
     training: Bytes
@@ -52,8 +52,8 @@ def load_corpus(paths: Sequence[str], held_out_fraction: float, sequence_length:
     """Read and split the text of ``paths``, or of Python's standard library if there are none.
 
     Raises:
-        DataError: a path that does not exist or cannot be read, a line of a .jsonl file that is not an
-            object with the key `text`, or less text than one window on either side.
+        DataError: a path that does not exist or cannot be read, a line of a .jsonl file that is no object
+            with the key `text`, or less text than one window on either side.
     """
     documents = list(read_documents(paths) if paths else standard_library())
     sides: tuple[list[bytes], list[bytes]] = ([], [])
@@ -64,7 +64,7 @@ def load_corpus(paths: Sequence[str], held_out_fraction: float, sequence_length:
         border = len(text) - int(len(text) * held_out_fraction)
         sides = ([text[:border]], [text[border:]])
     training, held_out = (b"\n".join(side) for side in sides)
-    _check_enough(training, held_out, paths, sequence_length)
+    _check_enough({"training": training, "held-out": held_out}, paths, sequence_length)
     return Corpus(
         np.frombuffer(training, np.uint8),
         np.frombuffer(held_out, np.uint8),
@@ -75,7 +75,7 @@ def load_corpus(paths: Sequence[str], held_out_fraction: float, sequence_length:
 
 def is_held_out(name: str, fraction: float) -> bool:
     """Return whether a document is held out; the same on every machine and in every order."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < fraction * 2**64
 
 
 def standard_library() -> Iterator[Document]:
@@ -83,20 +83,19 @@ def standard_library() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in _walk(root, skipped=("site-packages", "dist-packages")):
         if path.suffix == ".py":
-            yield Document(path.relative_to(root).as_posix(), path.read_bytes())
+            yield Document(path.relative_to(root).as_posix(), _read(path))
 
 
 def read_documents(paths: Sequence[str]) -> Iterator[Document]:
     """Yield the documents of files and folders, in the order given, folders sorted.
 
-    Inside a folder, hidden files and files with a NUL byte (images, archives) are passed over; a file
-    that is named itself is always read.
+    Inside a folder, hidden files and files with a NUL byte (images, archives) are passed over; a file that is
+    named itself is always read.
     """
     for given in map(Path, paths):
         if given.is_dir():
             for path in _walk(given):
-                text = _read(path)
-                if b"\0" not in text:
+                if b"\0" not in (text := _read(path)):
                     yield from _documents_of(path, path.relative_to(given).as_posix(), text)
         else:
             yield from _documents_of(given, given.name, _read(given))
@@ -111,11 +110,9 @@ def _walk(root: Path, skipped: Sequence[str] = ()) -> Iterator[Path]:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        hint = "give existing text files, .jsonl files or folders to --data.paths"
-        raise DataError(f"data path {str(path)!r} does not exist", hint) from None
     except OSError as error:
-        raise DataError(f"cannot read data path {str(path)!r}: {error.strerror}") from None
+        hint = "give existing text files, .jsonl files or folders to --data.paths"
+        raise DataError(f"cannot read the data path {str(path)!r}: {error.strerror}", hint) from None
 
 
 def _documents_of(path: Path, name: str, text: bytes) -> Iterator[Document]:
@@ -124,7 +121,7 @@ def _documents_of(path: Path, name: str, text: bytes) -> Iterator[Document]:
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            yield Document(f"{name}:{number}", _text_of_line(line, f"{path}:{number}"))
+            yield Document(f"{name}:{number}", _text_of_line(line, f"{path}, line {number}"))
 
 
 def _text_of_line(line: bytes, place: str) -> bytes:
@@ -138,11 +135,11 @@ def _text_of_line(line: bytes, place: str) -> bytes:
     return str(record["text"]).encode("utf-8", "surrogatepass")
 
 
-def _check_enough(training: bytes, held_out: bytes, paths: Sequence[str], sequence_length: int) -> None:
+def _check_enough(texts: dict[str, bytes], paths: Sequence[str], sequence_length: int) -> None:
     source = ", ".join(paths) or sysconfig.get_paths()["stdlib"]
-    if not training and not held_out:
+    if not any(texts.values()):
         raise DataError(f"there is no text in {source}", "give files with text to --data.paths")
-    for side, text in (("training", training), ("held-out", held_out)):
+    for side, text in texts.items():
         if len(text) <= sequence_length:
             raise DataError(
                 f"the {side} text from {source} has {len(text)} bytes; a window of model.sequence_length "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from threading import Event
 
 import torch
 
@@ -19,11 +22,24 @@ from pipeloom.pipeline import Pipeline
 from pipeloom.train.batches import Batches
 from pipeloom.train.config import OptimizerConfig, TrainingConfig
 from pipeloom.train.held_out import HeldOut, Precision
-from pipeloom.train.interrupt import Interrupt
-from pipeloom.train.learning_rate import learning_rate_at
-from pipeloom.train.metrics import HeldOutRecord, Pace, Sink, StepRecord, peak_memory_bytes
+from pipeloom.train.metrics import HeldOutRecord, Sink, StepRecord, peak_memory_bytes
 
-_PACE_STEPS = 20
+_RECENT_STEPS = 20
+
+
+def learning_rate_at(step_index: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Return the rate of step ``step_index`` (from 0): linear warm-up, then half a cosine.
+
+    A function of the step needs no state, where a scheduler that counts its calls is one more thing to save.
+    The last of ``num_steps`` steps has ``config.final_fraction`` of the full rate (SGDR, Loshchilov and Hutter
+    2017, equation 5, with one cycle).
+    """
+    if step_index < config.warmup_steps:
+        return config.learning_rate * (step_index + 1) / config.warmup_steps
+    decay_steps = max(1, num_steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step_index - config.warmup_steps) / decay_steps)
+    share = config.final_fraction + (1 - config.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * share
 
 
 def make_optimizer(pipe: Pipeline, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -39,42 +55,44 @@ def make_optimizer(pipe: Pipeline, config: OptimizerConfig) -> torch.optim.AdamW
 
 @dataclass
 class Loop:
-    """A run between two checkpoints.
+    """A run.  Its whole state is the model, the optimizer, ``batches.position`` and ``step_index``.
+
+    Random draws need none: each is keyed by the seed and the step.
 
     Attributes:
-        store: where checkpoints go, or None to keep none.
         fingerprint: of the text that ``batches`` walk through.
-        step_index: completed steps; the whole state is this, the model, the optimizer and
-            ``batches.position``, since every random draw is keyed by (seed, step).
+        sink: takes the records.
+        store: where checkpoints go, or None to keep none.
+        step_index: completed steps.
         saved_step: the step of the newest checkpoint.
-        last_evaluation: the newest held-out record, None before the first.
+        evaluation: the newest held-out record, None before the first.
     """
 
     config: TrainingConfig
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     batches: Batches
+    fingerprint: str
     held_out: HeldOut
     precision: Precision
     sink: Sink
     store: CheckpointStore | None
-    fingerprint: str
     step_index: int = 0
     saved_step: int = 0
-    last_evaluation: HeldOutRecord | None = None
-    _pace: Pace = field(default_factory=lambda: Pace(_PACE_STEPS))
+    evaluation: HeldOutRecord | None = None
+    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
-    def run(self, until: int, interrupt: Interrupt) -> None:
+    def run(self, until: int, interrupt: Event) -> None:
         """Train up to ``until`` completed steps, or until interrupted; ends with a checkpoint."""
         self.evaluate()
-        while self.step_index < until and not interrupt.is_set:
-            self.sink.step(self.step())
+        while self.step_index < until and not interrupt.is_set():
+            self.sink(self.step())
             if self._is_due(self.config.checkpoint.interval_steps):
                 self.save()
             if self._is_due(self.config.metrics.held_out_interval_steps):
                 self.evaluate()
         self.save()
-        if not interrupt.is_set:
+        if not interrupt.is_set():
             self.evaluate()
 
     def step(self) -> StepRecord:
@@ -90,15 +108,25 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_index += 1
-        step_s = time.perf_counter() - began_s
-        self._pace.add(inputs.numel(), step_s)
-        return self._record(float(loss), float(norm), rate, step_s)
+        self._recent_s.append(time.perf_counter() - began_s)
+        mean_s = sum(self._recent_s) / len(self._recent_s)
+        return StepRecord(
+            step=self.step_index,
+            loss=float(loss),
+            grad_norm=float(norm),
+            learning_rate=rate,
+            step_s=self._recent_s[-1],
+            tokens_per_s=inputs.numel() / mean_s,
+            bubble_fraction=self.pipe.timeline.bubble_fraction,
+            memory_bytes=peak_memory_bytes(),
+            remaining_s=(self.config.train.steps - self.step_index) * mean_s,
+        )
 
     def evaluate(self) -> None:
         """Score the held-out text, once per step."""
-        if self.last_evaluation is None or self.last_evaluation.step != self.step_index:
-            self.last_evaluation = self.held_out.evaluate(self.pipe, self.step_index)
-            self.sink.held_out(self.last_evaluation)
+        if self.evaluation is None or self.evaluation.step != self.step_index:
+            self.evaluation = self.held_out.evaluate(self.pipe, self.step_index)
+            self.sink(self.evaluation)
 
     def save(self) -> None:
         """Write a checkpoint, if checkpoints are kept and this step has none."""
@@ -108,13 +136,10 @@ class Loop:
 
     def snapshot(self) -> Snapshot:
         """Return the state between two steps."""
-        names = dict(self.pipe.named_parameters())
-        training = {
-            "position": self.batches.position,
-            "fingerprint": self.fingerprint,
-            "config": self.config.model_dump(mode="json"),
-        }
-        return Snapshot(self.step_index, self.pipe.state_dict(), optimizer_state(self.optimizer, names), training)
+        optimizer = optimizer_state(self.optimizer, dict(self.pipe.named_parameters()))
+        config = self.config.model_dump(mode="json")
+        training = {"position": self.batches.position, "fingerprint": self.fingerprint, "config": config}
+        return Snapshot(self.step_index, self.pipe.state_dict(), optimizer, training)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot.
@@ -122,12 +147,12 @@ class Loop:
         Raises:
             CheckpointError: it is of another model or of another text.
         """
-        check_same_model(snapshot.model, self.pipe.state_dict(), "the snapshot")
+        check_same_model(snapshot.model, self.pipe.state_dict(), f"the checkpoint of step {snapshot.step_index}")
         if snapshot.training["fingerprint"] != self.fingerprint:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot.step_index} was trained on another text: its place in the data "
-                "means nothing here",
-                "give the --data.* flags of the run that saved it, and the same files",
+                f"the checkpoint of step {snapshot.step_index} was trained on another text, in which its place in "
+                "the data means nothing",
+                "give the same files, and the --data.* flags of the run that saved it",
             )
         self.pipe.load_state_dict(snapshot.model)
         load_optimizer_state(self.optimizer, dict(self.pipe.named_parameters()), snapshot.optimizer)
@@ -136,16 +161,3 @@ class Loop:
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self.step_index % interval_steps == 0
-
-    def _record(self, loss: float, grad_norm: float, learning_rate: float, step_s: float) -> StepRecord:
-        return StepRecord(
-            step=self.step_index,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            step_s=step_s,
-            tokens_per_s=self._pace.tokens_per_s,
-            bubble_fraction=self.pipe.timeline.bubble_fraction,
-            memory_bytes=peak_memory_bytes(),
-            remaining_s=self._pace.remaining_s(self.config.train.steps - self.step_index),
-        )

@@ -1,33 +1,33 @@
-"""What a step and a held-out evaluation report, and the files that it goes to."""
+"""What a step and a held-out evaluation report, and where it goes: a file, a terminal, TensorBoard.
+
+A bar in a log file is a megabyte of escape codes, and a line per step on a terminal scrolls the start of
+the run away; so both displays take the same records.  A sink is a function, opened by a context.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step.
 
-    Attributes:
-        step: completed steps, this one included.
-        loss: mean over the batch, nats per byte.
-        grad_norm: of the whole gradient, before clipping.
-        learning_rate: of this step.
-        step_s: seconds, data to optimizer.
-        tokens_per_s: bytes trained on per second, over the last few steps.
-        bubble_fraction: idle share of the ranks in forward and backward, measured.
-        memory_bytes: the process's peak.
-        remaining_s: estimated seconds to the last step.
+    ``step`` counts completed steps, this one included; ``loss`` is in nats per byte; ``grad_norm`` is before
+    clipping; ``tokens_per_s`` and ``remaining_s`` follow from recent steps; ``memory_bytes`` is the process's peak.
     """
 
+    kind: ClassVar = "step"
     step: int
     loss: float
     grad_norm: float
@@ -38,123 +38,100 @@ class StepRecord:
     memory_bytes: int
     remaining_s: float
 
+    def __str__(self) -> str:
+        return (
+            f"loss: {self.loss:.4f}  grad_norm: {self.grad_norm:.2f}  tps: {self.tokens_per_s:.0f}  "
+            f"bubble: {self.bubble_fraction:.0%}  memory: {self.memory_bytes / 2**30:.2f}GiB  "
+            f"eta: {duration_text(self.remaining_s)}"
+        )
+
 
 @dataclass(frozen=True)
 class HeldOutRecord:
-    """Losses on the same held-out bytes, nats per byte."""
+    """Losses on the same held-out bytes, nats per byte; ``margin`` is how much better the model is."""
 
+    kind: ClassVar = "held_out"
     step: int
     held_out_loss: float
     bigram_loss: float
+    margin: float
 
-    @property
-    def margin(self) -> float:
-        """How much better than the bigram the model is, nats per byte."""
-        return self.bigram_loss - self.held_out_loss
-
-
-class Sink(Protocol):
-    """Something that records go to: a file, a terminal."""
-
-    def step(self, record: StepRecord) -> None:
-        """Take one step."""
-
-    def held_out(self, record: HeldOutRecord) -> None:
-        """Take one held-out evaluation."""
-
-    def close(self) -> None:
-        """Write what is pending."""
+    def __str__(self) -> str:
+        losses = f"held_out_loss: {self.held_out_loss:.4f}  bigram_loss: {self.bigram_loss:.4f}"
+        return f"{losses}  margin: {self.margin:.4f}"
 
 
-class JsonLines:
-    """``metrics.jsonl``: one object a record, ``kind`` "step" or "held_out"; appended to on a resume."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def step(self, record: StepRecord) -> None:
-        """Append a line."""
-        self._write("step", asdict(record))
-
-    def held_out(self, record: HeldOutRecord) -> None:
-        """Append a line."""
-        self._write("held_out", asdict(record) | {"margin": record.margin})
-
-    def _write(self, kind: str, fields: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind} | fields) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+Record = StepRecord | HeldOutRecord
+Sink = Callable[[Record], object]
 
 
-class TensorBoard:
-    """Event files for TensorBoard; raises ImportError where it is not installed."""
+@contextlib.contextmanager
+def json_lines(path: Path) -> Iterator[Sink]:
+    """Append one object a record to ``path``; its ``kind`` is "step" or "held_out"."""
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        yield lambda record: file.write(json.dumps({"kind": record.kind} | asdict(record)) + "\n")
 
-    def __init__(self, folder: Path) -> None:
+
+@contextlib.contextmanager
+def tensorboard(folder: Path) -> Iterator[Sink]:
+    """Write event files, if tensorboard is installed."""
+    try:
         from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
-
-    def step(self, record: StepRecord) -> None:
-        """Add one point to each curve."""
-        for name, value in asdict(record).items():
-            if name not in ("step", "remaining_s"):
-                self._writer.add_scalar(f"train/{name}", value, record.step)
-
-    def held_out(self, record: HeldOutRecord) -> None:
-        """Add one point to both curves."""
-        self._writer.add_scalar("held_out/loss", record.held_out_loss, record.step)
-        self._writer.add_scalar("held_out/bigram_loss", record.bigram_loss, record.step)
-
-    def close(self) -> None:
-        """Flush."""
-        self._writer.close()
+    except ImportError:
+        yield lambda record: None  # noqa: ARG005
+        return
+    with SummaryWriter(str(folder)) as writer:
+        yield lambda record: _add_scalars(writer, record)
 
 
-class Sinks:
-    """Several sinks as one."""
+@contextlib.contextmanager
+def lines(console: Console, interval_steps: int) -> Iterator[Sink]:
+    """Print every evaluation, and every ``interval_steps`` steps a line ``key: value  key: value``."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    def show(record: Record) -> None:
+        if record.kind != StepRecord.kind or record.step == 1 or record.step % interval_steps == 0:
+            say(console, f"step: {record.step}  {record}")
 
-    def step(self, record: StepRecord) -> None:
-        """Pass a step on."""
-        for sink in self._sinks:
-            sink.step(record)
-
-    def held_out(self, record: HeldOutRecord) -> None:
-        """Pass an evaluation on."""
-        for sink in self._sinks:
-            sink.held_out(record)
-
-    def close(self) -> None:
-        """Close all."""
-        for sink in self._sinks:
-            sink.close()
+    yield show
 
 
-class Pace:
-    """Tokens per second and time left, over the last ``length`` steps."""
+@contextlib.contextmanager
+def live_bar(console: Console, num_steps: int, step_index: int) -> Iterator[Sink]:
+    """Keep a bar with the last step's figures at the bottom; evaluations scroll above it."""
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("\n{task.description}"))
+    with Progress(*columns, console=console, expand=True) as progress:
+        bar = progress.add_task("", total=num_steps, completed=step_index)
 
-    def __init__(self, length: int) -> None:
-        self._recent: deque[tuple[int, float]] = deque(maxlen=length)
+        def show(record: Record) -> None:
+            if record.kind == StepRecord.kind:
+                progress.update(bar, completed=record.step, description=str(record))
+            else:
+                say(console, f"step: {record.step}  {record}")
 
-    def add(self, num_tokens: int, step_s: float) -> None:
-        """Count one step."""
-        self._recent.append((num_tokens, step_s))
+        yield show
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Of the recent steps together."""
-        return sum(tokens for tokens, _ in self._recent) / sum(step_s for _, step_s in self._recent)
 
-    def remaining_s(self, num_steps: int) -> float:
-        """Return the seconds that ``num_steps`` more steps take at this pace."""
-        return num_steps * sum(step_s for _, step_s in self._recent) / len(self._recent)
+def say(console: Console, text: str) -> None:
+    """Print a text as it is: no wrapping, no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration_text(seconds: float) -> str:
+    """Return 62.3 as ``1m02s``, 3723 as ``1h02m``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def peak_memory_bytes() -> int:
     """Return the largest resident size that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _add_scalars(writer: Any, record: Record) -> None:
+    for name, value in asdict(record).items():
+        if name != "step":
+            writer.add_scalar(f"{record.kind}/{name}", value, record.step)

@@ -1,27 +1,24 @@
 """Where a run lives, and where a run goes on from.
 
 A fixed output folder means that the second run destroys the first.  Here a new run takes a folder that is
-empty or not there yet, a resumed run goes on in its own, and nothing that a run has written is ever
-overwritten: checkpoints later than the one that it continues from are moved aside.
+empty or not there yet, a resumed run goes on in its own, and nothing that a run has written is overwritten:
+checkpoints later than the one that it continues from are moved aside.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Final
 
 from pipeloom.checkpoint import CheckpointStore, Snapshot, load_snapshot, step_of
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.train.config import Layer, TrainingConfig, resolve
-from pipeloom.train.config_file import to_toml
-from pipeloom.train.flags import LATEST
+from pipeloom.train.config import Layer, TrainingConfig, resolve, to_toml
 
-RUNS: Final = Path("runs")
-_CONFIG: Final = "config.toml"
-_CHECKPOINTS: Final = "checkpoints"
+_RUNS = Path("runs")
+_CONFIG = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,11 @@ class Start:
     Attributes:
         config: resolved; ``config.train.folder`` is the run's folder.
         snapshot: the state to go on from, or None.
-        notes: what the user should know about how they were found.
+        notes: what the user should know about how it was found.
     """
 
     config: TrainingConfig
-    snapshot: Snapshot | None
+    snapshot: Snapshot | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -46,57 +43,62 @@ class Start:
     @property
     def store(self) -> CheckpointStore:
         """The run's checkpoints."""
-        return CheckpointStore(self.folder / _CHECKPOINTS)
+        return store_of(self.folder)
+
+
+def store_of(folder: Path) -> CheckpointStore:
+    """Return the checkpoints of the run in ``folder``."""
+    return CheckpointStore(folder / "checkpoints")
 
 
 def find_start(resume: str | None, layers: Sequence[Layer]) -> Start:
-    """Resolve the configuration, and find the snapshot if one is asked for.
+    """Resolve the configuration, and find the snapshot to go on from.
+
+    Args:
+        resume: None for a new run, a run or a checkpoint to continue, or "" for the newest one of the run in
+            ``train.folder``, by default of the newest run.
+        layers: configuration from files and flags; a saved run's own lies under them.
 
     Raises:
         ConfigError: a bad key or value, or a new run in a folder that is in use.
         CheckpointError: nothing to continue from, or it is damaged.
     """
+    given = _given_folder(layers)
     if resume is None:
-        config = resolve(layers)
-        folder = Path(config.train.folder) if config.train.folder else _fresh_folder()
-        _check_unused(folder)
-        return Start(_in_folder(config, folder), None)
-    given = resolve(layers).train.folder
-    if resume == LATEST:
-        folder = Path(given) if given else _newest_run()
-        snapshot, faults = CheckpointStore(folder / _CHECKPOINTS).latest_good()
-        notes = tuple(f"passed over a damaged checkpoint: {fault.message}" for fault in faults)
-    else:
-        folder, snapshot, notes = *_at_path(Path(resume)), ()
-        if given and Path(given).resolve() != folder.resolve():
-            folder = Path(given)
-            _check_unused(folder)
-    saved = Layer(f"the configuration saved in {folder}", snapshot.training["config"])
+        return Start(_in_folder(resolve(layers), _unused(given or _fresh_folder())))
+    folder, snapshot, notes = _find(Path(resume)) if resume else _latest(given or _newest_run())
+    if given and given.resolve() != folder.resolve():
+        folder = _unused(given)
+    saved = Layer("the configuration of the checkpoint", snapshot.training["config"])
     return Start(_in_folder(resolve([saved, *layers]), folder), snapshot, notes)
 
 
 def prepare_folder(start: Start) -> tuple[str, ...]:
-    """Create the run's folder, or make room in it, and save the resolved configuration.
+    """Create the run's folder, or make room in it, and save the resolved configuration there.
 
     Returns:
         What the user should know: which checkpoints were moved aside.
     """
-    folder = start.folder
+    folder, text, aside = start.folder, to_toml(start.config), None
     step_index = start.snapshot.step_index if start.snapshot else 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _save_config(folder, to_toml(start.config), step_index)
-        aside = start.store.set_aside_after(step_index) if start.snapshot else None
+        path = folder / _CONFIG
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            path = folder / f"config-from-step-{step_index:06d}.toml"
+        path.write_text(text, encoding="utf-8")
+        if start.snapshot:
+            aside = start.store.set_aside_after(step_index)
     except OSError as error:
         raise ConfigError(f"cannot use the run folder {folder}: {error}", "choose another --train.folder") from None
     return (f"checkpoints after step {step_index} were moved to {aside}",) if aside else ()
 
 
-def _save_config(folder: Path, text: str, step_index: int) -> None:
-    path = folder / _CONFIG
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        path = folder / f"config-from-step-{step_index:06d}.toml"
-    path.write_text(text, encoding="utf-8")
+def _given_folder(layers: Sequence[Layer]) -> Path | None:
+    """Read ``train.folder`` before anything is checked: a saved configuration may have to come below."""
+    tables = [layer.values.get("train") for layer in layers]
+    folders = [table["folder"] for table in tables if isinstance(table, Mapping) and table.get("folder")]
+    return Path(str(folders[-1])) if folders else None
 
 
 def _in_folder(config: TrainingConfig, folder: Path) -> TrainingConfig:
@@ -105,39 +107,40 @@ def _in_folder(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 def _fresh_folder() -> Path:
     name = time.strftime("%Y%m%d-%H%M%S")
-    candidates = [RUNS / name, *(RUNS / f"{name}-{number}" for number in range(2, 100))]
-    return next(folder for folder in candidates if not folder.exists())
+    numbered = (_RUNS / f"{name}-{number}" for number in range(2, 1000))
+    return next(folder for folder in chain([_RUNS / name], numbered) if not folder.exists())
 
 
-def _check_unused(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"the run folder {folder} is a file", "choose another --train.folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        what = "holds a run" if (folder / _CONFIG).exists() else "is not empty"
+def _unused(folder: Path) -> Path:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        what = "holds a run" if (folder / _CONFIG).exists() else "is not an empty folder"
         raise ConfigError(
             f"the run folder {folder} {what}; a new run would overwrite it",
             "add --resume to continue a run, or choose another --train.folder",
         )
+    return folder
 
 
 def _newest_run() -> Path:
-    runs = [folder for folder in RUNS.glob("*") if CheckpointStore(folder / _CHECKPOINTS).steps()]
-    if not runs:
-        raise CheckpointError(
-            f"there is no run with a checkpoint in {RUNS.resolve()}",
-            "name the run: --resume PATH, or --train.folder PATH --resume",
-        )
-    return max(runs, key=lambda folder: (folder.stat().st_mtime, folder.name))
+    stores = {folder: store_of(folder) for folder in _RUNS.glob("*")}
+    last_save_s = {run: s.path_of(s.steps()[-1]).stat().st_mtime for run, s in stores.items() if s.steps()}
+    if not last_save_s:
+        raise CheckpointError(f"there is no run with a checkpoint in {_RUNS.resolve()}", "say which one: --resume PATH")
+    return max(last_save_s, key=lambda run: last_save_s[run])
 
 
-def _at_path(path: Path) -> tuple[Path, Snapshot]:
-    """Return the run's folder and the snapshot for a checkpoint, a run, or a run's checkpoints."""
+def _latest(folder: Path) -> tuple[Path, Snapshot, tuple[str, ...]]:
+    snapshot, faults = store_of(folder).latest_good()
+    return folder, snapshot, tuple(f"passed over a damaged checkpoint: {fault.message}" for fault in faults)
+
+
+def _find(path: Path) -> tuple[Path, Snapshot, tuple[str, ...]]:
+    """Return run folder, snapshot and notes for a checkpoint, a run, or a run's checkpoints."""
     if step_of(path) is not None:
-        in_run = path.parent.name == _CHECKPOINTS
-        return (path.parent.parent if in_run else _fresh_folder()), load_snapshot(path)
-    folder = path.parent if path.name == _CHECKPOINTS else path
-    if not (folder / _CHECKPOINTS).is_dir():
-        raise CheckpointError(
-            f"{path} is neither a run nor a checkpoint", "give a folder like runs/NAME or …/checkpoints/step-000200"
-        )
-    return folder, CheckpointStore(folder / _CHECKPOINTS).latest_good()[0]
+        run = path.resolve().parent.parent
+        return (run if (run / _CONFIG).exists() else _fresh_folder()), load_snapshot(path), ()
+    folder = path.parent if path.name == "checkpoints" else path
+    if not store_of(folder).folder.is_dir():
+        hint = "give a folder like runs/NAME or runs/NAME/checkpoints/step-000200"
+        raise CheckpointError(f"{path} is neither a run nor a checkpoint", hint)
+    return _latest(folder)
