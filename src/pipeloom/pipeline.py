@@ -10,24 +10,21 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import LossError, NonFiniteLoss, RuntimeStateError, SplitError, UnsupportedShape
-from pipeloom.ir import Kind, Schedule, Timeline
-from pipeloom.ir.verify import require_valid
-from pipeloom.passes import add_recompute, add_transfers
+from pipeloom.errors import LossError, RuntimeStateError, SplitError, UnsupportedShape
+from pipeloom.ir import Schedule, Timeline
+from pipeloom.programs import Programs
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.executor import Plan
+from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.local import GradientChanges, LocalRuntime
 from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
-from pipeloom.runtime.microbatches import batch_size, merge_outputs, split_batch
+from pipeloom.runtime.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.runtime.stage import Stage
-from pipeloom.schedules import schedule as make_schedule
-from pipeloom.schedules.forward_only import evaluation
 from pipeloom.splitting import split
 
 OnNan = Literal["raise", "skip", "ignore"]
-_RUNNABLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 
 class Pipeline:
@@ -82,17 +79,14 @@ class Pipeline:
     ) -> None:
         self._split = split(model, num_stages=num_stages, cuts=cuts)
         self._model = model
-        self._schedule = schedule
         self._rule = LossRule(loss_fn, loss_reduction, loss_count)
         self._on_nan = _one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
         self._statistics = _statistics(self._split.root, batch_norm)
-        self._recomputed = _stages_with_recompute(recompute, self.num_stages)
-        self._plans: dict[tuple[int, bool], Plan] = {}
-        self._num_microbatches = _default_microbatches(schedule, num_microbatches, self.num_stages)
-        plan = self._plan(self._num_microbatches, is_training=True)
-        self._placement = plan.schedule.placement
+        self._programs = Programs(schedule, self.num_stages, recompute)
+        self.num_microbatches = self._programs.checked(num_microbatches)
         _check_ranks(num_ranks, self.num_ranks)
-        self._runtime = LocalRuntime(self._make_stages(devices), self._placement)
+        self._runtime = LocalRuntime(self._make_stages(devices), self._programs.placement)
+        self._foreign = ForeignDraws()
         self._in_use = threading.Lock()
         self._is_closed = False
         self._timeline: Timeline | None = None
@@ -110,7 +104,7 @@ class Pipeline:
     @property
     def num_ranks(self) -> int:
         """How many ranks run them."""
-        return self._placement.num_ranks
+        return self._programs.placement.num_ranks
 
     @property
     def num_microbatches(self) -> int:
@@ -119,13 +113,13 @@ class Pipeline:
 
     @num_microbatches.setter
     def num_microbatches(self, count: int) -> None:
-        self._plan(_default_microbatches(self._schedule, count, self.num_stages), is_training=True)
+        self._programs.training(self._programs.checked(count))
         self._num_microbatches = count
 
     @property
     def schedule(self) -> Schedule:
         """What a training step runs, with transfers and recomputation."""
-        return self._plan(self._num_microbatches, is_training=True).schedule
+        return self._programs.training(self._num_microbatches).schedule
 
     @property
     def timeline(self) -> Timeline:
@@ -175,11 +169,9 @@ class Pipeline:
             raise RuntimeStateError("step() was called with gradients switched off", "call the pipeline to evaluate")
         inputs = split_batch(args, kwargs, target, self._num_microbatches)
         loss = self._rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
-        context = StepContext(inputs, loss, Ambient.capture(), self.seed, self.step_index, return_outputs)
-        with self._running():
-            self._statistics.begin()
-            changes = self._run(self._plan(self._num_microbatches, is_training=True), context)
-            self._statistics.commit()
+        context = self._context(inputs, loss, has_outputs=return_outputs)
+        with self._running(), self._deferring(len(inputs)):
+            changes = self._run(self._programs.training(self._num_microbatches), context)
             value = self._settle(loss, changes)
         self.step_index += 1
         return (value, self._merged(context)) if return_outputs else value
@@ -201,10 +193,11 @@ class Pipeline:
             RuntimeStateError: the pipeline is closed or in use.
         """
         num_microbatches = min(self._num_microbatches, max(1, batch_size(args, kwargs)))
+        del broadcast_output
         inputs = split_batch(args, kwargs, None, num_microbatches)
-        context = StepContext(inputs, None, Ambient.capture(), self.seed, self.step_index, True)
+        context = self._context(inputs, None, has_outputs=True)
         with self._running():
-            self._run(self._plan(num_microbatches, is_training=False), context)
+            self._run(self._programs.evaluation(num_microbatches), context)
         return self._merged(context)
 
     # The model as a whole.
@@ -269,23 +262,6 @@ class Pipeline:
 
     # How it is wired.
 
-    def _plan(self, num_microbatches: int, *, is_training: bool) -> Plan:
-        key = (num_microbatches, is_training)
-        if key not in self._plans:
-            made = self._training_schedule(num_microbatches) if is_training else self._evaluation(num_microbatches)
-            self._plans[key] = Plan(require_valid(add_transfers(made)))
-        return self._plans[key]
-
-    def _evaluation(self, num_microbatches: int) -> Schedule:
-        return evaluation(self._placement, num_microbatches)
-
-    def _training_schedule(self, num_microbatches: int) -> Schedule:
-        made = self._schedule
-        if not isinstance(made, Schedule):
-            made = make_schedule(made, num_ranks=self.num_stages, num_microbatches=num_microbatches)
-        _check_runnable(made, self.num_stages)
-        return add_recompute(require_valid(made), self._recomputed)
-
     def _make_stages(self, devices: Sequence[torch.device | str | int] | None) -> list[Stage]:
         if devices is not None and len(devices) != self.num_ranks:
             raise UnsupportedShape(f"{len(devices)} devices were given for {self.num_ranks} ranks; each needs one")
@@ -294,11 +270,25 @@ class Pipeline:
                 index,
                 units,
                 is_first=index == 0,
-                device=None if devices is None else torch.device(devices[self._placement.rank_of(index)]),
-                has_recompute=index in self._recomputed,
+                device=None if devices is None else torch.device(devices[self._programs.placement.rank_of(index)]),
+                has_recompute=index in self._programs.recomputed,
             )
             for index, units in enumerate(self._split.stages)
         ]
+
+    def _context(self, inputs: list[MicrobatchInputs], loss: StepLoss | None, *, has_outputs: bool) -> StepContext:
+        return StepContext(inputs, loss, Ambient.capture(), self.seed, self.step_index, self._foreign, has_outputs)
+
+    @contextmanager
+    def _deferring(self, num_microbatches: int) -> Iterator[None]:
+        """Update deferred running statistics once, if the step succeeds."""
+        self._statistics.begin(num_microbatches)
+        try:
+            yield
+        except BaseException:
+            self._statistics.discard()
+            raise
+        self._statistics.commit()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -307,7 +297,8 @@ class Pipeline:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeStateError("the pipeline is running a step already, in this or another thread")
         try:
-            yield
+            with self._foreign.step():
+                yield
         finally:
             self._in_use.release()
 
@@ -324,24 +315,12 @@ class Pipeline:
             return value
         changes.undo()
         if self._on_nan == "raise":
-            raise _non_finite(loss, value, self.step_index)
+            raise loss.non_finite(self.step_index)
         return value
 
     def _merged(self, context: StepContext) -> Any:
         outputs = [context.outputs[i] for i in range(len(context.inputs))]
         return merge_outputs(outputs, [each.num_samples for each in context.inputs])
-
-
-def _non_finite(loss: StepLoss, value: Tensor, step_index: int) -> NonFiniteLoss:
-    microbatch = loss.first_non_finite()
-    what = f"its loss is {value.item()}: no target counts" if microbatch is None else None
-    what = what or f"the loss of micro-batch {microbatch} is {loss.values[microbatch or 0].item()}"
-    return NonFiniteLoss(
-        f"step {step_index}: {what}; the step's gradients were dropped",
-        step_index=step_index,
-        microbatch=microbatch or 0,
-        hint='look at the inputs of that micro-batch, or pass on_nan="skip" to go on without such steps',
-    )
 
 
 def _one_of(name: str, given: Any, known: tuple[str, ...]) -> Any:
@@ -354,37 +333,6 @@ def _statistics(root: nn.Module, batch_norm: str) -> DeferredStatistics:
     if batch_norm not in ("per-microbatch", "deferred"):
         raise SplitError(f"batch_norm={batch_norm!r} was given; 'per-microbatch' or 'deferred' is needed")
     return DeferredStatistics(root if batch_norm == "deferred" else nn.Module())
-
-
-def _stages_with_recompute(recompute: bool | Sequence[bool], num_stages: int) -> frozenset[int]:
-    flags = [recompute] * num_stages if isinstance(recompute, bool) else list(recompute)
-    if len(flags) != num_stages:
-        raise SplitError(f"recompute={flags} has {len(flags)} values for {num_stages} stages; give one for each")
-    return frozenset(stage for stage, has_recompute in enumerate(flags) if has_recompute)
-
-
-def _default_microbatches(schedule: str | Schedule, given: int | None, num_stages: int) -> int:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UnsupportedShape(f"num_microbatches={given!r} was given; a whole number of at least 1 is needed")
-    if not isinstance(schedule, Schedule):
-        return given or num_stages
-    if given not in (None, schedule.num_microbatches):
-        raise UnsupportedShape(
-            f"num_microbatches={given} was given with a schedule of {schedule.num_microbatches} micro-batches",
-            "leave num_microbatches out, or give the schedule by its name",
-        )
-    return schedule.num_microbatches
-
-
-def _check_runnable(schedule: Schedule, num_stages: int) -> None:
-    if schedule.num_stages != num_stages:
-        raise UnsupportedShape(f"the schedule is for {schedule.num_stages} stages; the model has {num_stages}")
-    other = next((action for action in schedule if action.kind not in _RUNNABLE), None)
-    if other is not None or schedule.is_forward_only:
-        raise UnsupportedShape(
-            f"the schedule {'has forwards only' if other is None else f'holds {other}'}; a training step runs "
-            "schedules of F and B, and adds recomputation and transfers itself"
-        )
 
 
 def _check_ranks(given: int | None, num_ranks: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pipeloom.errors import BatchError
 from pipeloom.runtime.trees import flatten, unflatten
-
 
 _CROSSING = (
     Tensor,
@@ -33,6 +32,8 @@ _CROSSING = (
     torch.device,
     torch.Size,
 )
+
+_CACHE_LINE = 64
 
 
 class _Alias(torch.autograd.Function):
@@ -86,11 +87,6 @@ class Message:
         moved = tuple(leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Message(moved, self.structure, self.needs_grad)
 
-    def copied(self) -> Message:
-        """The same message with tensors of its own: what a forward may spoil when it has to run again."""
-        copies = tuple(leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return Message(copies, self.structure, self.needs_grad)
-
     def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
         """Unpack for a forward under autograd.
 
@@ -113,6 +109,52 @@ class Message:
 
     def __str__(self) -> str:
         return ", ".join(_describe(leaf) for leaf in self.leaves)
+
+
+class KeptInput:
+    """The input of a stage that recomputes, as it was before the forward.
+
+    A forward may write into its input, and hand the very same memory on as its output; so what it wrote over can't be
+    put back, and the second forward needs a copy. But a copy at another address may round differently [seen with
+    MKL's matrix products on slices of a batch]: copies are aligned like their originals, and what the forward did
+    not write into is not copied.
+
+    Args:
+        message: the input, before the forward.
+    """
+
+    __slots__ = ("_copies", "_message")
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+        self._copies = {
+            position: (leaf._version, _copied(leaf))
+            for position, leaf in enumerate(message.leaves)
+            if isinstance(leaf, Tensor)
+        }
+
+    def forget_unchanged(self) -> None:
+        """After the forward: drop the copies of what it did not write into."""
+        leaves = self._message.leaves
+        self._copies = {i: each for i, each in self._copies.items() if leaves[i]._version != each[0]}
+
+    def as_it_was(self) -> Message:
+        """The input before the forward."""
+        leaves = list(self._message.leaves)
+        for position, (_, copy) in self._copies.items():
+            leaves[position] = copy
+        return replace(self._message, leaves=tuple(leaves))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that a kernel cannot tell from the original: same strides, same place within a cache line."""
+    source = tensor.detach()
+    if source.device.type != "cpu" or source.layout is not torch.strided or not source.numel():
+        return source.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    room = source.new_empty(extent + 2 * _CACHE_LINE)
+    start = (source.data_ptr() - room.data_ptr()) % _CACHE_LINE // source.element_size()
+    return room.as_strided(source.shape, source.stride(), start).copy_(source)
 
 
 def detached(value: Any) -> Any:

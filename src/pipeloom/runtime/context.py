@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs
 
@@ -21,6 +22,7 @@ class StepContext:
         ambient: the caller's thread state, entered again by every rank.
         seed: of all random draws.
         step_index: which step this is, counted from 0.
+        foreign: refuses draws that no key can reach.
         has_outputs: whether the last stage's outputs are kept.
         outputs: per micro-batch the last stage's output, detached, as they come.
     """
@@ -30,6 +32,7 @@ class StepContext:
     ambient: Ambient
     seed: int
     step_index: int
+    foreign: ForeignDraws
     has_outputs: bool
     outputs: dict[int, Any] = field(default_factory=dict)
 

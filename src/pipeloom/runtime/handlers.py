@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
-from pipeloom.runtime.boundary import Message, detached, moved, run_backward
+from pipeloom.runtime.boundary import KeptInput, Message, detached, moved, run_backward
 from pipeloom.runtime.context import StepContext
-from pipeloom.runtime.draws import drawing
+from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
 from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.losses import StepLoss
@@ -61,7 +61,7 @@ class RankHandlers:
         self._transport = transport
         self._context = context
         self._held: dict[tuple[int, int], _Held] = {}
-        self._sources: dict[tuple[int, int], Message] = {}
+        self._sources: dict[tuple[int, int], KeptInput] = {}
         self._outgoing: dict[_Place, Message] = {}
 
     @property
@@ -91,9 +91,10 @@ class RankHandlers:
         """F: keep the graph for B; or, with recompute, nothing but the stage's input."""
         place, source = (action.stage, action.microbatch), self._source(action, arrived)
         if self._stages[action.stage].has_recompute:
-            self._sources[place] = source
+            self._sources[place] = kept = KeptInput(source)
             with torch.autograd.graph.saved_tensors_hooks(_forget, _never):
-                _, message = self._run(action, source.copied())
+                _, message = self._run(action, source)
+            kept.forget_unchanged()
         else:
             self._held[place], message = self._run(action, source)
         if message is not None:
@@ -103,7 +104,7 @@ class RankHandlers:
         """R: the forward again from its input, with the same random draws; buffers are not updated twice."""
         place = (action.stage, action.microbatch)
         with frozen_buffers(self._stages[action.stage].module):
-            self._held[place], _message = self._run(action, self._sources.pop(place))
+            self._held[place], _message = self._run(action, self._sources.pop(place).as_it_was())
 
     def backward(self, action: Action, arrived: tuple[Any, ...]) -> None:
         """B: gradients of the parameters, and of the input for the stage before."""
@@ -111,9 +112,11 @@ class RankHandlers:
         if loss.is_deferred:
             self._scopes[action.stage].set_apart()
         held = self._held.pop((action.stage, action.microbatch))
-        run_backward(held.outputs, self._output_grads(action, arrived, held, loss))
-        grads = tuple(None if each is None else each.grad for each in held.inputs)
-        self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(grads, None, ())
+        grads = self._output_grads(action, arrived, held, loss)
+        with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):
+            run_backward(held.outputs, grads)
+        passed_on = tuple(None if each is None else each.grad for each in held.inputs)
+        self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(passed_on, None, ())
 
     def _output_grads(
         self, action: Action, arrived: tuple[Any, ...], held: _Held, loss: StepLoss
@@ -140,7 +143,7 @@ class RankHandlers:
             output = self._units(stage, microbatch, value)
             if context.has_outputs:
                 context.outputs[microbatch] = detached(output)
-            with drawing(context.draw_key(microbatch, "loss_fn")):
+            with drawing(context.draw_key(microbatch, "loss_fn"), foreign=context.foreign):
                 return self._step_loss.compute(microbatch, output, target)
 
     def _call(self, stage: Stage, microbatch: int, value: Any) -> Any:
@@ -148,7 +151,8 @@ class RankHandlers:
             return self._units(stage, microbatch, value)
 
     def _units(self, stage: Stage, microbatch: int, value: Any) -> Any:
-        return stage(value, [self._context.draw_key(microbatch, unit.name) for unit in stage.units])
+        keys = [self._context.draw_key(microbatch, unit.name) for unit in stage.units]
+        return stage(value, keys, self._context.foreign)
 
     def _source(self, action: Action, arrived: tuple[Any, ...]) -> Message:
         """The input of a stage: the model's, or what the stage before sent or left here."""

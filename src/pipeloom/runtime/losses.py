@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import LossError, PipeloomWarning
+from pipeloom.errors import LossError, NonFiniteLoss, PipeloomWarning
 
 LossFn = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
@@ -43,6 +43,12 @@ class LossRule:
             raise LossError(f"loss_reduction={self.reduction!r} was given; 'mean' or 'sum' is needed")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise LossError(f"loss_fn={self.loss_fn!r} was given; a function loss_fn(output, target) is needed")
+
+    def called(self, output: Any, target: Any) -> Any:
+        """What the loss function returns; it may take the output alone."""
+        if self.loss_fn is None:
+            return output
+        return self.loss_fn(output, target) if _takes_target(self.loss_fn) else self.loss_fn(output)
 
     def for_step(self, num_samples: Sequence[int], targets: Sequence[Any], scale: float) -> StepLoss:
         """The rule for one step, before its first forward.
@@ -94,12 +100,7 @@ class StepLoss:
         Raises:
             LossError: what the loss function returned is no scalar and no ``(sum, count)``.
         """
-        loss_fn = self.rule.loss_fn
-        if loss_fn is None:
-            returned = output
-        else:
-            returned = loss_fn(output, target) if _takes_target(loss_fn) else loss_fn(output)
-        loss = self._scalar(microbatch, returned)
+        loss = self._scalar(microbatch, self.rule.called(output, target))
         self.values[microbatch] = loss.detach()
         return loss
 
@@ -118,13 +119,25 @@ class StepLoss:
             return self._sum([1.0] * len(self.values)) * self.final_scale
         return self._sum([self._weight(microbatch) for microbatch in sorted(self.values)])
 
-    def first_non_finite(self) -> int | None:
-        """The first micro-batch whose loss is NaN or infinite."""
-        return next((i for i in sorted(self.values) if not bool(torch.isfinite(self.values[i]))), None)
+    def non_finite(self, step_index: int) -> NonFiniteLoss:
+        """The error for a total that is NaN or infinite, naming the first micro-batch that made it so."""
+        guilty = next((i for i in sorted(self.values) if not bool(torch.isfinite(self.values[i]))), None)
+        if guilty is None:
+            what = "no target of the whole batch counts, so the loss is 0/0"
+        else:
+            what = f"the loss of micro-batch {guilty} is {self.values[guilty].item()}"
+        return NonFiniteLoss(
+            f"step {step_index}: {what}; the step's gradients were dropped",
+            step_index=step_index,
+            microbatch=guilty or 0,
+            hint='look at the inputs of that micro-batch, or pass on_nan="skip" to go on without such steps',
+        )
 
     def _sum(self, weights: Sequence[float]) -> Tensor:
-        """Add up in ascending order, each share rounded as a plain loop's ``loss / n`` is."""
-        shares = [_share(self.values[i], weight) for i, weight in zip(sorted(self.values), weights, strict=True)]
+        """Add up in ascending order, each share rounded as in the loop that people write."""
+        losses = [self.values[i] for i in sorted(self.values)]
+        parts = _equal_parts(weights)
+        shares = [loss / parts if parts else loss * weight for loss, weight in zip(losses, weights, strict=True)]
         total = shares[0]
         for share in shares[1:]:
             total = total + share
@@ -171,10 +184,11 @@ class StepLoss:
         self.returned_counts[microbatch] = count
 
 
-def _share(loss: Tensor, weight: float) -> Tensor:
-    """``loss / n`` where the weight is one over a whole number, as people write it; else ``loss * weight``."""
+def _equal_parts(weights: Sequence[float]) -> int | None:
+    """n if all weights are 1/n: then a loop says ``loss / n``, else ``loss * weight``, and the two round differently."""
+    weight = weights[0]
     parts = round(1 / weight) if weight and math.isfinite(weight) else 0
-    return loss / parts if parts and 1 / parts == weight else loss * weight
+    return parts if parts and set(weights) == {1 / parts} else None
 
 
 def _inverse(total: float) -> float:

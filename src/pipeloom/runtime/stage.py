@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipeloom.runtime.draws import DrawKey, drawing
+from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.splitting import Unit
 
 
@@ -41,10 +42,10 @@ class Stage:
         if device is not None:
             self.module.to(device)
 
-    def __call__(self, value: Any, keys: Sequence[DrawKey]) -> Any:
-        """Run the units; ``keys`` holds one random key per unit."""
+    def __call__(self, value: Any, keys: Sequence[DrawKey], foreign: ForeignDraws | None = None) -> Any:
+        """Run the units; ``keys`` holds one random key per unit, ``foreign`` refuses draws that no key can reach."""
         for position, (unit, key) in enumerate(zip(self.units, keys, strict=True)):
-            with drawing(key):
+            with drawing(key, foreign=foreign):
                 if self.is_first and position == 0:
                     args, kwargs = value
                     value = unit.module(*args, **kwargs)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.runtime.ambient import Ambient
-from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.draws import DrawKey, drawing, drawing_in_backward
 from pipeloom.runtime.gradients import GradientScope
-from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
-from pipeloom.runtime.microbatches import MicrobatchInputs, split_batch
+from pipeloom.runtime.losses import LossFn, LossRule, Reduction
+from pipeloom.runtime.microbatches import split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import split
 
@@ -77,19 +77,15 @@ def sequential_step(
     def one_microbatch(i: int) -> None:
         keys = [DrawKey(seed, step_index, 0, i, unit.name) for unit in whole.units]
         with ambient.autocast():
-            scalars[i] = _loss_of(whole, inputs[i], i, keys, loss)
+            output = whole((inputs[i].args, inputs[i].kwargs), keys)
+            with drawing(DrawKey(seed, step_index, 0, i, "loss_fn")):
+                scalars[i] = loss.compute(i, output, targets[i])
 
     def run_backward(i: int) -> None:
         scalar = scalars.pop(i)
-        torch.autograd.backward(scalar, torch.full_like(scalar, loss.seed(i)))
+        with drawing_in_backward(DrawKey(seed, step_index, 0, i, "backward")):
+            torch.autograd.backward(scalar, torch.full_like(scalar, loss.seed(i)))
 
     # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(run).result()
-
-
-def _loss_of(
-    whole: Stage, inputs: MicrobatchInputs, microbatch: int, keys: Sequence[DrawKey], loss: StepLoss
-) -> Tensor:
-    output = whole((inputs.args, inputs.kwargs), keys)
-    return loss.compute(microbatch, output, inputs.target)

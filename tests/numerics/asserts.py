@@ -1,0 +1,73 @@
+"""Named asserts on whole training runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.testing import sequential_step
+from tests.numerics.models import Case
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def assert_bit_equal(found: Tensor | None, expected: Tensor | None, what: str) -> None:
+    """Same bits, or both absent."""
+    if found is None or expected is None:
+        assert found is expected, f"{what}: {found} is not {expected}"
+    else:
+        assert found.dtype == expected.dtype, what
+        assert torch.equal(found, expected), f"{what}: off by {(found - expected).abs().max().item():.3g}"
+
+
+def assert_same_gradients(pipe: pl.Pipeline, reference: nn.Module) -> None:
+    """Every gradient of the pipeline has the bits of the reference's."""
+    for (name, parameter), expected in zip(pipe.named_parameters(), reference.parameters(), strict=True):
+        assert_bit_equal(parameter.grad, expected.grad, name)
+
+
+def assert_same_state(pipe: pl.Pipeline, reference: nn.Module) -> None:
+    """Every parameter and buffer has the bits of the reference's."""
+    for name, expected in reference.state_dict().items():
+        assert_bit_equal(pipe.state_dict()[name], expected, name)
+
+
+def assert_pipeline_equals_oracle(
+    case: Case,
+    *,
+    num_rows: int,
+    num_microbatches: int,
+    num_steps: int = 1,
+    make_optimizer: MakeOptimizer | None = None,
+    loss: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Loss and gradients of every step, and the state at the end, equal the sequential oracle's to the bit."""
+    model = case.build()
+    reference = copy.deepcopy(model)
+    loss = {"loss_fn": case.loss_fn} if loss is None else loss
+    inputs, target = case.batch(num_rows)
+    with pl.Pipeline(model, num_microbatches=num_microbatches, seed=11, **loss, **options) as pipe:
+        optimizers = [make_optimizer(each.parameters()) for each in (pipe, reference)] if make_optimizer else []
+        for step_index in range(num_steps):
+            found = pipe.step(inputs, target=target)
+            expected = sequential_step(
+                reference,
+                inputs,
+                target=target,
+                num_microbatches=num_microbatches,
+                seed=11,
+                step_index=step_index,
+                **loss,
+            )
+            assert_bit_equal(found, expected, f"loss of step {step_index}")
+            assert_same_gradients(pipe, reference)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(pipe, reference)
