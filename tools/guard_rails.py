@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.cycles import find_cycle
-from tools.lines import BUDGETS, room_lines
+from tools.lines import BUDGETS, room_code_lines
 from tools.source import FunctionNode, Source, num_function_lines, read
 
 MEDIAN_FUNCTION = 8
@@ -98,10 +98,10 @@ def file_length(house: House) -> Iterator[str]:
 
 def room_budgets(house: House) -> Iterator[str]:
     """A room stays within 1.25 times its budget; `tools.lines` marks what is above the budget."""
-    for room, num_lines in room_lines(house.src).items():
+    for room, num_lines in room_code_lines(house.src).items():
         budget = BUDGETS.get(room)
         if budget is not None and num_lines > OVER_BUDGET * budget:
-            yield f"room {room} has {num_lines} lines; budget {budget}, at most {OVER_BUDGET * budget:g}"
+            yield f"room {room} has {num_lines} lines of code; budget {budget}, at most {OVER_BUDGET * budget:g}"
 
 
 def full_annotations(house: House) -> Iterator[str]:
