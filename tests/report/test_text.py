@@ -108,7 +108,7 @@ def test_action_without_time_is_not_drawn():
 
 def test_narrow_action_loses_its_label_not_its_place():
     timeline = of_csv("0F0,0F1\n1F0,1F1\n", forward_s=[0.3, 2.0])
-    assert draw(timeline, 2.0) == "GPU 0: F    .\nGPU 1: F0 F1"
+    assert draw(timeline, 2.0) == "GPU 0: F   .\nGPU 1: F0 F1"
 
 
 def test_measured_timelines_begin_when_they_begin():

@@ -75,7 +75,7 @@ def _dispatch(argv: list[str]) -> int:
     if command == "--version":
         return _print_version()
     if command not in COMMANDS:
-        hint = near(command, COMMANDS) or f"the commands are {' '.join(COMMANDS)}"
+        hint = near(command, [*COMMANDS, "--help", "--version"]) or f"the commands are {' '.join(COMMANDS)}"
         print_error(f"{command!r} is no command", hint)
         return WRONG_VALUE
     run: Callable[[list[str]], int] = import_module(f"pipeloom.cli.{command}").run
