@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = {"numpy", "pydantic", "rich", "torch", "tyro"}
+HEAVY = {"numpy", "pydantic", "rich", "safetensors", "torch"}
 LIGHT = [
     "pipeloom",
     "pipeloom.errors",
