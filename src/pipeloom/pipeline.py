@@ -170,11 +170,12 @@ class Pipeline:
         inputs = split_batch(args, kwargs, target, self._num_microbatches)
         loss = self._rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
         context = self._context(inputs, loss, has_outputs=return_outputs)
-        with self._running(), self._deferring(len(inputs)):
-            changes = self._run(self._programs.training(self._num_microbatches), context)
-            value = self._settle(loss, changes)
+        plan = self._programs.training(len(inputs))
+        with self._running(), self._deferring(len(inputs)), self._run(plan, context) as changes:
+            outputs = self._merged(context) if return_outputs else None
+            value = self._settle(loss, context, changes)
         self.step_index += 1
-        return (value, self._merged(context)) if return_outputs else value
+        return (value, outputs) if return_outputs else value
 
     def __call__(self, *args: Any, broadcast_output: bool = False, **kwargs: Any) -> Any:
         """Evaluate: the forward of every micro-batch, without gradients; any batch size.
@@ -307,15 +308,18 @@ class Pipeline:
         self._timeline = timeline or self._timeline
         return changes
 
-    def _settle(self, loss: StepLoss, changes: GradientChanges) -> Tensor:
+    def _settle(self, loss: StepLoss, context: StepContext, changes: GradientChanges) -> Tensor:
         """Finish the gradients, or drop them because the loss is not finite."""
         value = loss.total()
         if self._on_nan == "ignore" or bool(torch.isfinite(value)):
-            changes.finish(loss.final_scale if loss.is_deferred else 1.0)
-            return value
-        changes.undo()
-        if self._on_nan == "raise":
+            scale = loss.final_scale if loss.is_deferred else 1.0
+            context.backward_into_inputs(scale)
+            changes.finish(scale)
+        elif self._on_nan == "raise":
             raise loss.non_finite(self.step_index)
+        else:
+            changes.undo()
+            self._statistics.discard()
         return value
 
     def _merged(self, context: StepContext) -> Any:

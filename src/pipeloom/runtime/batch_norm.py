@@ -82,6 +82,7 @@ class DeferredStatistics:
         """End the step without updating anything: it failed, or its loss was not finite."""
         for deferred in self._layers.values():
             deferred.end()
+            deferred.forget()
 
 
 class _DeferredLayer:
@@ -105,13 +106,16 @@ class _DeferredLayer:
             self._hook = None
         self.layer.track_running_stats = True
 
+    def forget(self) -> None:
+        self._runs = []
+
     def update(self) -> None:
         """One update for each run of the layer within a forward, in order."""
         runs, num_microbatches = self._runs, self._num_microbatches
         per_forward = len(runs) // num_microbatches if len(runs) % num_microbatches == 0 else 1
         for run in range(min(per_forward, len(runs))):
             self._update(_joined(runs[run::per_forward]))
-        self._runs = []
+        self.forget()
 
     def _note(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         if layer.training and not _is_second_forward():

@@ -70,15 +70,15 @@ class Message:
         leaves, structure = flatten(value)
         for leaf in leaves:
             _check_leaf(leaf)
-        needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        needs_grad = tuple(map(_requires_grad, leaves))
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(detached, structure, needs_grad), tuple(leaves)
 
     @classmethod
     def of_inputs(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
-        """Pack the model's own inputs; they keep whatever graph the user gave them."""
+        """Pack the model's own inputs."""
         leaves, structure = flatten((args, kwargs))
-        return cls(tuple(leaves), structure, (False,) * len(leaves))
+        return cls(tuple(leaves), structure, tuple(map(_requires_grad, leaves)))
 
     def to(self, device: torch.device | None) -> Message:
         """The same message on the receiver's device; without a copy if it is there already."""
@@ -176,10 +176,14 @@ def run_backward(outputs: Sequence[Any], grads: Iterable[Tensor | None]) -> None
     pairs = [
         (output, grad)
         for output, grad in zip(outputs, grads, strict=True)
-        if grad is not None and isinstance(output, Tensor) and output.requires_grad
+        if grad is not None and _requires_grad(output)
     ]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _check_leaf(leaf: Any) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.draws import DrawKey
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs
+from pipeloom.runtime.trees import flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class StepContext:
         foreign: refuses draws that no key can reach.
         has_outputs: whether the last stage's outputs are kept.
         outputs: per micro-batch the last stage's output, detached, as they come.
+        input_grads: per micro-batch the gradients of the leaves of its model inputs, as they come.
     """
 
     inputs: list[MicrobatchInputs]
@@ -35,7 +40,27 @@ class StepContext:
     foreign: ForeignDraws
     has_outputs: bool
     outputs: dict[int, Any] = field(default_factory=dict)
+    input_grads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
     def draw_key(self, microbatch: int, unit: str) -> DrawKey:
         """Where the random numbers of a unit come from: never from who runs it (contract 3)."""
         return DrawKey(self.seed, self.step_index, 0, microbatch, unit)
+
+    def backward_into_inputs(self, scale: float) -> None:
+        """Back-propagate into the graph that inputs brought along, from ``scale`` times what their stage found.
+
+        Once for the whole batch, because micro-batches share that graph; on the caller's thread, to which it belongs.
+        """
+        pairs = [
+            (leaf, grad.to(leaf.device).mul(scale))
+            for microbatch in sorted(self.input_grads)
+            for leaf, grad in zip(self._leaves(microbatch), self.input_grads[microbatch], strict=True)
+            if grad is not None
+        ]
+        if pairs:
+            with self.ambient.entered():
+                torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+
+    def _leaves(self, microbatch: int) -> list[Any]:
+        inputs = self.inputs[microbatch]
+        return flatten((inputs.args, inputs.kwargs))[0]

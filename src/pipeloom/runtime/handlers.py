@@ -116,7 +116,10 @@ class RankHandlers:
         with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):
             run_backward(held.outputs, grads)
         passed_on = tuple(None if each is None else each.grad for each in held.inputs)
-        self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(passed_on, None, ())
+        if action.stage == 0:
+            self._context.input_grads[action.microbatch] = passed_on
+        else:
+            self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(passed_on, None, ())
 
     def _output_grads(
         self, action: Action, arrived: tuple[Any, ...], held: _Held, loss: StepLoss

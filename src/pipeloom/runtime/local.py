@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -83,6 +84,14 @@ class GradientChanges:
         """Scale what was set apart and add it to earlier gradients."""
         for scope in self.scopes.values():
             scope.finish(scale)
+
+    def __enter__(self) -> Self:
+        """What runs inside belongs to the step: if it fails, the step is undone."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.undo()
 
     def undo(self) -> None:
         """Put the gradients back as they were before the step."""

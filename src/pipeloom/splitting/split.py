@@ -7,8 +7,7 @@ the model is cut.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from pipeloom.errors import SplitError
 from pipeloom.splitting.balance import balanced_cuts
+from pipeloom.splitting.unpacking import Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,16 @@ class Unit:
     Args:
         name: its name in the whole model.
         module: the module itself, not a copy.
-        is_unpacked: a tuple from the unit before becomes its positional arguments, a dict its keyword arguments.
+        signature: how it takes a container from the unit before; None: whole, as in a Sequential.
     """
 
     name: str
     module: nn.Module
-    is_unpacked: bool = False
+    signature: Signature | None = None
 
     def __call__(self, value: Any) -> Any:
         """Call the module on what the unit before it returned."""
-        if self.is_unpacked and isinstance(value, tuple | list):
-            return self.module(*value)
-        if self.is_unpacked and isinstance(value, Mapping):
-            return self.module(**value)
-        return self.module(value)
+        return self.module(value) if self.signature is None else self.signature.called(self.module, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +168,8 @@ def _split_list(modules: list[nn.Module], num_stages: int | None, cuts: Sequence
             f"a list is {len(modules)} stages already",
             "pass nn.Sequential(*modules) to have it cut",
         )
-    units = [Unit(str(i), module, _needs_unpacking(module)) for i, module in enumerate(modules)]
+    units = [Unit(str(i), module, Signature.of(module)) for i, module in enumerate(modules)]
     return Split(nn.ModuleList(modules), tuple((unit,) for unit in units))
-
-
-def _needs_unpacking(module: nn.Module) -> bool:
-    """Whether ``forward`` has more than one required parameter, so that one value can't be all of them."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is p.empty for p in parameters) > 1
 
 
 def _refuse_sharing(made: Split) -> None:
