@@ -128,7 +128,10 @@ def test_wrong_value_is_one_message(capsys, arguments):
     [
         ("0F0,hello\n", "'hello' is not an action"),
         ("", "the text holds no action"),
+        ("0F0,0F999999\n", "holds micro-batch 999999, but 2 actions in all"),
         ("0F0,0B0\n1F0\n", "missing action: 1B0 is missing on rank 1"),
+        (",".join(f"0F{i}" for i in range(40)) + "\n1F0\n", "breaks 39 rules"),
+        (",".join(f"0F{i}" for i in range(40)) + "\n1F0\n", "… and 29 more"),
         ("0F0,0B0\n1B0,1F0\n", "dependency backwards: 1B0 stands before 1F0"),
     ],
 )
@@ -137,6 +140,14 @@ def test_faulty_file_is_refused(capsys, tmp_path, text, message):
     path.write_text(text, encoding="utf-8")
     assert main(["show", "--from", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_missing_micro_batches_are_not_listed_one_by_one(capsys, tmp_path):
+    """A typo in a number must not become a million lines."""
+    path = tmp_path / "typo.csv"
+    path.write_text("0F0,0F9999999\n", encoding="utf-8")
+    assert main(["show", "--from", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def on_a_terminal(columns, **environment):

@@ -99,7 +99,13 @@ def _from_file(options: argparse.Namespace) -> Schedule:
     given += [options.name] if options.name is not None else []
     if given:
         raise ScheduleError(f"--from was given with {given[0]}; the file says all there is to say")
-    return require_valid(parse_csv(_read(Path(options.path)), name=Path(options.path).stem))
+    made = parse_csv(_read(Path(options.path)), name=Path(options.path).stem)
+    if made.num_microbatches > len(made):
+        raise NotationError(
+            f"{options.path} holds micro-batch {made.num_microbatches - 1}, but {len(made)} actions in all; "
+            "each micro-batch needs a forward at least"
+        )
+    return require_valid(made)
 
 
 def _read(path: Path) -> str:

@@ -17,7 +17,8 @@ from pipeloom.ir.placement import Placement
 from pipeloom.ir.schedule import Schedule
 
 _KINDS = {kind.text: kind for kind in Kind}
-_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(_KINDS, key=len, reverse=True))})(\d+)", re.ASCII)
+# Seven digits: a number that nobody means would otherwise be taken for a count, and fill the memory.
+_ACTION = re.compile(rf"(\d{{1,7}})({'|'.join(sorted(_KINDS, key=len, reverse=True))})(\d{{1,7}})", re.ASCII)
 _SHARDING = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:\d*)", re.ASCII)
 _BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
@@ -92,7 +93,7 @@ def _placement(programs: list[list[Action]]) -> Placement:
                     f"{action} stands in row {rank}, but stage {action.stage} was seen in row "
                     f"{holder[action.stage]}; a stage belongs to one rank"
                 )
-    missing = sorted(set(range(max(holder) + 1)) - set(holder))
-    if missing:
-        raise NotationError(f"stage {missing[0]} has no action, but stage {max(holder)} has; none may be missing")
+    missing = next(stage for stage in range(len(holder) + 1) if stage not in holder)
+    if missing < max(holder):
+        raise NotationError(f"stage {missing} has no action, but stage {max(holder)} has; none may be missing")
     return Placement(tuple(holder[stage] for stage in range(len(holder))))

@@ -19,6 +19,7 @@ from pipeloom.ir.relations import counterpart, needs, resolve
 from pipeloom.ir.schedule import Program, Schedule
 
 _NEIGHBOURS = 4
+_MOST_SHOWN = 10
 
 
 class Fault(enum.Enum):
@@ -89,12 +90,13 @@ def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
     """Return the schedule if it is right.
 
     Raises:
-        InvalidSchedule: it is not; the message holds every violation.
+        InvalidSchedule: it is not; the message holds the first violations, and how many there are.
     """
     violations = verify(schedule, limits)
     if violations:
-        text = "\n".join(map(str, violations))
-        raise InvalidSchedule(f"schedule {schedule.name!r} breaks {len(violations)} rules\n{text}")
+        shown = [str(violation) for violation in violations[:_MOST_SHOWN]]
+        shown += [f"… and {len(violations) - _MOST_SHOWN} more"] if len(violations) > _MOST_SHOWN else []
+        raise InvalidSchedule("\n".join([f"schedule {schedule.name!r} breaks {len(violations)} rules", *shown]))
     return schedule
 
 
