@@ -1,13 +1,14 @@
 """Random draws are intercepted where they are dispatched, and nothing else is.
 
 The obvious tool, a `TorchDispatchMode`, sees every operator of a unit and costs microseconds for each; so it would
-have to be off in units that do not draw, and a unit that starts to draw later would be missed. It also hides compiled
-code from `torch.compile`.
+have to be off in units that do not draw, and a unit that starts to draw later would be missed. What draws below it,
+inside another mode, a tensor subclass or compiled code, it does not see.
 
-Instead, kernels for the drawing operators alone are registered at a dispatch key that no tensor has, and a thread
-inside `entered` adds that key to its calls: every other operator falls through in C++ at no cost, composite operators
-(`dropout`) are seen when they reach the draw (`bernoulli_`), and compiled code when it runs. Both the key and the
-stream are in torch's thread-local state, which autograd takes along to the threads that run a backward on GPUs.
+Instead, kernels for the drawing operators alone are registered at `BackendSelect`, the last key before the backends:
+every other operator passes at no cost, composite operators (`dropout`) are seen when they reach the draw
+(`bernoulli_`), compiled code when it runs, and tracers, which come before, record what the user wrote. Outside
+`entered` a draw passes unchanged, some microseconds later. The stream is in torch's thread-local state,
+which autograd takes along to the threads that run a backward on GPUs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
-from torch.library import Library, fallthrough_kernel
+from torch.library import Library
 
-# Above autograd, and unused but by torch's own C++ tests.
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+from pipeloom.errors import DrawError
+
+_KEY_NAME = "BackendSelect"
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY_NAME))
 _STREAM = "pipeloom.draw_stream"
-_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _CPU = torch.device("cpu")
-# Devices whose tensors hold nothing, and the CPU, where an operator without a generator draws by one that has it.
+# Where no operator needs the default generator: on the CPU they all reach one that takes a generator.
 _WITHOUT_FORK = ("cpu", "meta")
+_DRAW_LATER = ("CompositeImplicitAutograd", _KEY_NAME)
 _fork_lock = threading.Lock()
 
 
@@ -48,35 +49,40 @@ def current_stream() -> Any:
     return torch._C._get_obj_in_tls(_STREAM) if torch._C._is_key_in_tls(_STREAM) else None
 
 
-@contextmanager
-def entered(stream: Stream) -> Iterator[None]:
-    """Answer this thread's draws from ``stream``."""
-    outer = current_stream()
-    _set_stream(stream)
-    try:
-        yield
-    finally:
-        _set_stream(outer)
+class entered:  # noqa: N801  (a context manager; a class, because every call of every unit enters one)
+    """Answer this thread's draws from ``stream``; contexts nest."""
+
+    __slots__ = ("_outer", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._outer: Any = None
+
+    def __enter__(self) -> None:
+        self._outer = current_stream()
+        torch._C._stash_obj_in_tls(_STREAM, self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._stash_obj_in_tls(_STREAM, self._outer)
 
 
-def _set_stream(stream: Stream | None) -> None:
-    torch._C._stash_obj_in_tls(_STREAM, stream)
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
+def _find_drawing_overloads() -> tuple[OpOverload, ...]:
+    """Every operator of torch that draws by itself.
 
-
-def drawing_overloads() -> list[OpOverload]:
-    """Every operator of torch that draws by itself: composite ones reach another operator before they draw."""
+    Composite ones reach another operator before they draw, and so do factories (``rand``), which have a kernel
+    of torch's at this key.
+    """
     overloads = (
         getattr(getattr(torch.ops.aten, packet), overload)
         for packet, _, overload in map(_split_name, torch._C._dispatch_get_all_op_names())
         if packet
     )
-    return [
+    return tuple(
         each
         for each in overloads
         if torch.Tag.nondeterministic_seeded in each.tags
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), "CompositeImplicitAutograd")
-    ]
+        and not any(torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), key) for key in _DRAW_LATER)
+    )
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
@@ -85,48 +91,29 @@ def _split_name(name: str) -> tuple[str, str, str]:
     return (packet if namespace == "aten" else "", dot, overload or "default")
 
 
-def with_generator(overload: OpOverload) -> OpOverload | None:
-    """The operator itself if it takes a generator, or its sibling that does; None if there is none."""
-    names = _argument_names(overload)
-    if "generator" in names:
-        return overload
-    packet = overload.overloadpacket
-    siblings = (getattr(packet, name) for name in packet.overloads())
-    return next((each for each in siblings if _argument_names(each) == names | {"generator"}), None)
+def _register() -> Library:
+    """Register everything; the library has to be kept, because its end undoes it."""
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for overload in DRAWING_OVERLOADS:
+        has_generator = any(argument.name == "generator" for argument in overload._schema.arguments)
+        kernel = (_generating if has_generator else _forking)(overload)
+        library.impl(overload, kernel, _KEY_NAME, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
 
 
-def _argument_names(overload: OpOverload) -> set[str]:
-    arguments = ((argument.name, argument.type) for argument in overload._schema.arguments)
-    return {name if name == "generator" else f"{name}: {kind}" for name, kind in arguments}
-
-
-def _register() -> list[Library]:
-    """Register everything; the libraries have to be kept, because their end undoes it."""
-    # torch leaves these untyped.
-    library: Any = Library
-    everywhere, aten = library("_", "IMPL"), library("aten", "IMPL")
-    everywhere.fallback(fallthrough_kernel, _KEY_NAME)
-    for overload in drawing_overloads():
-        target = with_generator(overload)
-        kernel = _forking(overload) if target is None else _generating(overload, target)
-        aten.impl(overload, kernel, _KEY_NAME, with_keyset=True)
-    return [everywhere, aten]
-
-
-def _generating(overload: OpOverload, target: OpOverload) -> Callable[..., Any]:
-    """A kernel that calls ``target`` with the stream's generator."""
+def _generating(overload: OpOverload) -> Callable[..., Any]:
+    """A kernel that gives the stream's generator to an operator that takes one."""
 
     def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = None if _is_traced() else current_stream()
+        stream = current_stream()
         device = _CPU if stream is None else device_of(args, kwargs)
-        if stream is None or device.type == "meta":
-            return overload.redispatch(keyset & _BELOW, *args, **kwargs)
-        given = kwargs.get("generator")
-        if given is None or is_same_generator(given, _default_of(device)):
-            kwargs["generator"] = stream.generator_to_draw(device)
-        else:
-            stream.check_given(given)
-        return target.redispatch(keyset & _BELOW, *args, **kwargs)
+        if stream is not None and device.type != "meta":
+            given = kwargs.get("generator")
+            if given is None or is_same_generator(given, _default_of(device)):
+                kwargs["generator"] = stream.generator_to_draw(device)
+            else:
+                stream.check_given(given)
+        return overload.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return draw
 
@@ -136,7 +123,7 @@ def _forking(overload: OpOverload) -> Callable[..., Any]:
     chances = [position for position, each in enumerate(overload._schema.arguments) if each.name.startswith("dropout")]
 
     def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = None if _is_traced() else current_stream()
+        stream = current_stream()
         device = _CPU if stream is None else device_of(args, kwargs)
         has_chance = any(args[position] for position in chances if position < len(args)) or not chances
         if stream is None or device.type in _WITHOUT_FORK or not has_chance:
@@ -161,19 +148,9 @@ def forked(default: torch.Generator, own: torch.Generator) -> Iterator[None]:
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where a call draws: ``device=``, or where its first tensor is, or the CPU."""
-    device = kwargs.get("device")
-    if device is not None:
-        return _indexed(torch.device(device))
+    """Where a call draws: where its first tensor is, which may be the one it writes into."""
     tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
     return next((tensor.device for tensor in tensors), _CPU)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` means the current one; a stream knows only numbered devices."""
-    if device.index is not None or device.type in _WITHOUT_FORK:
-        return device
-    return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
 def is_same_generator(one: Any, other: Any) -> bool:
@@ -184,15 +161,18 @@ def is_same_generator(one: Any, other: Any) -> bool:
 def _default_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "default_generators"):
+        raise DrawError(
+            f"a unit drew on {device} by an operator that takes no generator; a device whose default generator "
+            "can be lent to the unit is needed: CUDA or the CPU",
+            "switch off dropout in fused attention and recurrent layers on this device.",
+        )
     # A stand-in (see `draws`) gives the process's generator as `default`.
-    found: Any = torch.get_device_module(device.type).default_generators[device.index]
+    found: Any = module.default_generators[device.index]
     default: torch.Generator = getattr(found, "default", found)
     return default
 
 
-def _is_traced() -> bool:
-    """A tracer of torch.compile or torch.export records this draw: a generator in its graph would be wrong."""
-    return any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
-
-
-_LIBRARIES = _register()
+DRAWING_OVERLOADS = _find_drawing_overloads()
+_LIBRARY = _register()

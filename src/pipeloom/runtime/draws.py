@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +71,13 @@ class DrawStream:
         is_backward: draws are right only in a state that the forward saved; see `drawing_in_backward`.
     """
 
-    __slots__ = ("_call", "_generators", "_is_backward", "_is_restored", "_key")
+    __slots__ = ("_call", "_generators", "_is_backward", "_key", "_restored")
 
     def __init__(self, key: DrawKey, call: int, *, is_backward: bool) -> None:
         self._key = key
         self._call = call
         self._is_backward = is_backward
-        self._is_restored = False
+        self._restored: set[torch.device] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -92,7 +92,7 @@ class DrawStream:
 
     def generator_to_draw(self, device: torch.device) -> torch.Generator:
         """The generator for a draw that runs now. Warns in a backward that restored no state from its forward."""
-        if self._is_backward and not self._is_restored:
+        if self._is_outside(device):
             _warn(
                 f"random numbers were drawn in the backward of {self._key.unit!r} (micro-batch {self._key.microbatch}) "
                 "outside a checkpoint that restores the random state of its forward: they depend on where the model "
@@ -105,13 +105,17 @@ class DrawStream:
         """`torch.get_rng_state` inside the stream."""
         state = self.generator(device).get_state()
         # Going back to this state means leaving the checkpoint that was entered in between.
-        state.pipeloom_is_outside = self._is_backward and not self._is_restored  # type: ignore[attr-defined]
+        state.pipeloom_is_outside = self._is_outside(device)  # type: ignore[attr-defined]
         return state
 
     def restore(self, device: torch.device, state: torch.Tensor) -> None:
         """`torch.set_rng_state` inside the stream."""
-        self._is_restored = not getattr(state, "pipeloom_is_outside", False)
+        (self._restored.discard if getattr(state, "pipeloom_is_outside", False) else self._restored.add)(device)
         self.generator(device).set_state(state)
+
+    def _is_outside(self, device: torch.device) -> bool:
+        """Whether this is a backward, and no checkpoint in it has restored this device's state."""
+        return self._is_backward and device not in self._restored
 
     def check_given(self, generator: torch.Generator) -> None:
         """Warn of a draw that named a generator of the user's; torch passes the stream's own from draw to draw."""
@@ -183,7 +187,9 @@ def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) ->
     Raises:
         DrawError: on leaving, if ``foreign`` found such draws; at once for ``torch.seed()``.
     """
-    return _answered(DrawStream(key, call, is_backward=False), nullcontext() if foreign is None else foreign.watch(key))
+    stand_in_for_defaults()
+    context = entered(DrawStream(key, call, is_backward=False))
+    return context if foreign is None else _watched(context, foreign.watch(key))
 
 
 def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
@@ -195,13 +201,13 @@ def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
     Args:
         key: with a name for the stage's backward where the unit's name stands.
     """
-    return _answered(DrawStream(key, 0, is_backward=True), nullcontext())
+    stand_in_for_defaults()
+    return entered(DrawStream(key, 0, is_backward=True))
 
 
 @contextmanager
-def _answered(stream: DrawStream, watch: AbstractContextManager[None]) -> Iterator[None]:
-    stand_in_for_defaults()
-    with watch, entered(stream):
+def _watched(context: AbstractContextManager[None], watch: AbstractContextManager[None]) -> Iterator[None]:
+    with watch, context:
         yield
 
 
