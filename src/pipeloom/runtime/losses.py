@@ -12,12 +12,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import LossError, NonFiniteLoss, PipeloomWarning
+from pipeloom.runtime.trees import flatten
 
 LossFn = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
@@ -48,24 +50,37 @@ class LossRule:
         """What the loss function returns; it may take the output alone."""
         if self.loss_fn is None:
             return output
-        return self.loss_fn(output, target) if _takes_target(self.loss_fn) else self.loss_fn(output)
+        is_alone = target is None or self._num_arguments[1] < 2
+        return self.loss_fn(output) if is_alone else self.loss_fn(output, target)
+
+    @cached_property
+    def _num_arguments(self) -> tuple[int, float]:
+        """How many the loss function needs, and how many it takes."""
+        return (1, 1) if self.loss_fn is None else _num_arguments(self.loss_fn)
 
     def for_step(self, num_samples: Sequence[int], targets: Sequence[Any], scale: float) -> StepLoss:
         """The rule for one step, before its first forward.
 
         Raises:
-            LossError: the loss function takes a target and there is none.
+            LossError: the loss function needs a target and there is none, a target brings a graph along, or what it
+                counts is no number.
         """
-        if self.loss_fn is not None and _takes_target(self.loss_fn) and any(each is None for each in targets):
+        if self._num_arguments[0] > 1 and any(each is None for each in targets):
             raise LossError(
                 "no target was given, and the loss function needs one: loss_fn(output, target)",
                 "call step(inputs, target=...)",
             )
-        count = self.count or getattr(self.loss_fn, "count", None)
-        counts = None if count is None else [float(count(target)) for target in targets]
-        if count is None and self.reduction == "mean":
-            _warn_of_ignored(self.loss_fn, targets)
-        return StepLoss(self, list(num_samples), counts, scale)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(list(targets))[0]):
+            raise LossError(
+                "the target requires a gradient; a step finds those of parameters and inputs, and would drop this one",
+                "pass target.detach(), or make the target under torch.no_grad()",
+            )
+        return StepLoss(self, list(num_samples), self._counts(targets), scale, targets)
+
+    def _counts(self, targets: Sequence[Any]) -> list[float] | None:
+        own = getattr(self.loss_fn, "count", None)
+        count = self.count or (own if callable(own) else None)
+        return None if count is None else [_number(i, count(target)) for i, target in enumerate(targets)]
 
 
 @dataclass
@@ -77,12 +92,14 @@ class StepLoss:
         num_samples: per micro-batch, its rows.
         counts: per micro-batch what it counts, where that is known before the first forward.
         scale: multiplies every gradient, not the loss (for a gradient scaler or accumulation).
+        targets: per micro-batch.
     """
 
     rule: LossRule
     num_samples: list[int]
     counts: list[float] | None
     scale: float = 1.0
+    targets: Sequence[Any] = ()
     returned_counts: dict[int, float] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -98,9 +115,15 @@ class StepLoss:
         """The scalar to back-propagate from for one micro-batch; notes its value.
 
         Raises:
-            LossError: what the loss function returned is no scalar and no ``(sum, count)``.
+            LossError: what the loss function returned is no scalar and no ``(sum, count)``, or has no graph.
         """
         loss = self._scalar(microbatch, self.rule.called(output, target))
+        if not loss.requires_grad:
+            raise LossError(
+                f"the loss of micro-batch {microbatch} does not depend on any parameter that requires a gradient, so "
+                "there is nothing to train",
+                "compute it without argmax(), item() or detach(), and with a parameter that is not frozen",
+            )
         self.values[microbatch] = loss.detach()
         return loss
 
@@ -114,7 +137,9 @@ class StepLoss:
         return _inverse(math.fsum(self.returned_counts.values()))
 
     def total(self) -> Tensor:
-        """The loss of the batch: a detached scalar."""
+        """The loss of the batch: a detached scalar. Warns if targets are ignored and nothing says how many."""
+        if self.counts is None and not self.returned_counts and self.rule.reduction == "mean":
+            _warn_of_ignored(self.rule.loss_fn, self.targets)
         if self.is_deferred:
             return self._sum([1.0] * len(self.values)) * self.final_scale
         return self._sum([self._weight(microbatch) for microbatch in sorted(self.values)])
@@ -122,8 +147,10 @@ class StepLoss:
     def non_finite(self, step_index: int) -> NonFiniteLoss:
         """The error for a total that is NaN or infinite, naming the first micro-batch that made it so."""
         guilty = next((i for i in sorted(self.values) if not bool(torch.isfinite(self.values[i]))), None)
-        if guilty is None:
+        if guilty is None and self._has_nothing_counted:
             what = "no target of the whole batch counts, so the loss is 0/0"
+        elif guilty is None:
+            what = f"the losses of the micro-batches are finite, but add up to {self.total().item()}"
         else:
             what = f"the loss of micro-batch {guilty} is {self.values[guilty].item()}"
         return NonFiniteLoss(
@@ -132,6 +159,11 @@ class StepLoss:
             microbatch=guilty or 0,
             hint='look at the inputs of that micro-batch, or pass on_nan="skip" to go on without such steps',
         )
+
+    @property
+    def _has_nothing_counted(self) -> bool:
+        counts = self.returned_counts.values() if self.counts is None else self.counts
+        return self.rule.reduction == "mean" and bool(counts) and not math.fsum(counts)
 
     def _sum(self, weights: Sequence[float]) -> Tensor:
         """Add up in ascending order, each share rounded as in the loop that people write."""
@@ -155,7 +187,7 @@ class StepLoss:
     def _scalar(self, microbatch: int, returned: Any) -> Tensor:
         if isinstance(returned, tuple) and len(returned) == 2:
             returned, count = returned
-            self._note_count(microbatch, float(count))
+            self._note_count(microbatch, _number(microbatch, count))
         elif self.returned_counts:
             raise LossError(
                 f"the loss of micro-batch {microbatch} came without a count, but earlier ones came as (sum, count); "
@@ -165,7 +197,9 @@ class StepLoss:
             raise LossError(
                 f"the loss of micro-batch {microbatch} is {_describe(returned)}; a scalar tensor, or a tuple "
                 "(sum, count), is needed to back-propagate from",
-                "reduce it with .mean(), or return (losses.sum(), count)",
+                "reduce it with .mean(), or return (losses.sum(), count)"
+                if self.rule.loss_fn
+                else "pass loss_fn=; without it the model's output is the loss",
             )
         return returned.reshape(())
 
@@ -185,7 +219,7 @@ class StepLoss:
 
 
 def _equal_parts(weights: Sequence[float]) -> int | None:
-    """n if all weights are 1/n: then a loop says ``loss / n``, else ``loss * weight``, and the two round differently."""
+    """n if all weights are 1/n: a loop then says ``loss / n``, else ``loss * weight``, which rounds differently."""
     weight = weights[0]
     parts = round(1 / weight) if weight and math.isfinite(weight) else 0
     return parts if parts and set(weights) == {1 / parts} else None
@@ -196,15 +230,24 @@ def _inverse(total: float) -> float:
     return 1 / total if total else math.nan
 
 
-def _takes_target(loss_fn: LossFn) -> bool:
+def _number(microbatch: int, count: Any) -> float:
+    try:
+        return float(count)
+    except (TypeError, ValueError, RuntimeError):
+        raise LossError(f"the count of micro-batch {microbatch} is {_describe(count)}; a number is needed") from None
+
+
+def _num_arguments(loss_fn: LossFn) -> tuple[int, float]:
+    """How many positional arguments a loss function needs, and how many it takes."""
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
-        return True
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1
+        return 2, 2
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    num_needed = sum(p.default is p.empty for p in positional)
+    is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return num_needed, math.inf if is_open else len(positional)
 
 
 def _warn_of_ignored(loss_fn: LossFn | None, targets: Sequence[Any]) -> None:
@@ -217,7 +260,7 @@ def _warn_of_ignored(loss_fn: LossFn | None, targets: Sequence[Any]) -> None:
                 "micro-batches with few counted targets weigh too much; return (sum, count) from the loss, or give "
                 "loss_count=lambda target: (target != ignore_index).sum()",
                 PipeloomWarning,
-                stacklevel=4,
+                stacklevel=5,  # the caller of step()
             )
             return
 

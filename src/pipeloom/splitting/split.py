@@ -7,7 +7,7 @@ the model is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -87,8 +87,10 @@ def split(
     _check_count(num_stages)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         made = _split_module(model, num_stages, cuts)
-    else:
+    elif isinstance(model, Iterable):
         made = _split_list(list(model), num_stages, cuts)
+    else:
+        raise SplitError(f"{model!r} was given; an nn.Sequential or a list with one module per stage is needed")
     _refuse_sharing(made)
     return made
 
@@ -102,7 +104,8 @@ def _split_module(model: nn.Module, num_stages: int | None, cuts: Sequence[int] 
     if not _is_chain(model):
         if (num_stages or 1) > 1 or cuts:
             raise SplitError(
-                f"a {type(model).__name__} was given; only an nn.Sequential can be cut into stages",
+                f"a {type(model).__name__} was given; only an nn.Sequential with layers, and without a forward of its "
+                "own, can be cut into stages",
                 "pass nn.Sequential(...), or a list with one module per stage",
             )
         return Split(model, ((Unit("", model),),))
@@ -113,7 +116,7 @@ def _split_module(model: nn.Module, num_stages: int | None, cuts: Sequence[int] 
 def _is_chain(model: nn.Module) -> bool:
     """Whether calling the children one after another is what the model does."""
     is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return is_plain and len(model._modules) > 0
+    return is_plain and "forward" not in vars(model) and len(model._modules) > 0
 
 
 def _children(model: nn.Module) -> list[Unit]:
@@ -136,6 +139,8 @@ def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[
                 f"ask for at most {len(units)} stages",
             )
         return balanced_cuts([_weight(unit.module) for unit in units], wanted)
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence):
+        raise SplitError(f"cuts={cuts!r} was given; a sequence of whole numbers is needed, such as [2, 5]")
     if num_stages is not None and num_stages != len(cuts) + 1:
         raise SplitError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, but num_stages={num_stages} was given too")
     bounds = [0, *cuts, len(units)]
