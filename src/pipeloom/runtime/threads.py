@@ -27,6 +27,7 @@ class RankThreads:
 
     def __init__(self, num_ranks: int) -> None:
         self._inboxes: list[SimpleQueue[tuple[Task, _Done] | None]] = []
+        self._threads: list[threading.Thread] = []
         self._num_ranks = num_ranks
         self._late: tuple[_Done, set[int]] | None = None
         self._when_late_ends: Task | None = None
@@ -76,16 +77,25 @@ class RankThreads:
             self._when_late_ends = None
 
     def close(self) -> None:
-        """Let every idle thread end."""
+        """End the threads, and wait for those that are idle.
+
+        A thread that is still inside torch when the interpreter goes away takes the process down with it.
+        """
         for inbox in self._inboxes:
             inbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(GRACE_S)
         self._inboxes.clear()
+        self._threads.clear()
 
     def _start(self) -> None:
         while len(self._inboxes) < self._num_ranks:
             rank = len(self._inboxes)
             inbox: SimpleQueue[tuple[Task, _Done] | None] = SimpleQueue()
-            threading.Thread(target=_work, args=(rank, inbox), name=f"pipeloom-rank-{rank}", daemon=True).start()
+            thread = threading.Thread(target=_work, args=(rank, inbox), name=f"pipeloom-rank-{rank}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
             self._inboxes.append(inbox)
 
     @staticmethod

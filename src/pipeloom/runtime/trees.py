@@ -17,11 +17,14 @@ class Structure:
     children: tuple[Structure, ...] = ()
 
 
+_LEAF = Structure(None)
+
+
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of ``value``, in order, and what `unflatten` needs to build it again."""
     container = opened(value)
     if container is None:
-        return [value], Structure(None)
+        return [value], _LEAF
     leaves: list[Any] = []
     children = []
     for child in container.children.values():

@@ -39,13 +39,19 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, _weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        _wait(forward_s)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        time.sleep(ctx.backward_s)
+        _wait(ctx.backward_s)
         return grads[0], torch.zeros(()), None, None
+
+
+def _wait(duration_s: float) -> None:
+    """Not even yield for nothing: a stage without work shows what the pipeline itself costs."""
+    if duration_s > 0:
+        time.sleep(duration_s)
 
 
 def virtual_stages(num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02) -> list[nn.Module]:
