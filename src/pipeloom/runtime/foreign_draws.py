@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What was seen of one generator during one call; a watch that could not be kept saw nothing."""
+
+    is_seen: bool
+    num_draws: int = 0
 
 
 class ForeignDraws:
@@ -47,9 +56,10 @@ class ForeignDraws:
     def _watching(self, key: DrawKey) -> Iterator[None]:
         with _python_draws() as python, _numpy_draws() as numpy:
             yield
-        if python or numpy:
-            raise _refusal(key, "Python's `random`" if python else "numpy's global generator")
-        self._watched.add(key.unit)
+        if python.num_draws or numpy.num_draws:
+            raise _refusal(key, "Python's `random`" if python.num_draws else "numpy's global generator")
+        if python.is_seen and numpy.is_seen:
+            self._watched.add(key.unit)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -74,42 +84,44 @@ def _refusal(key: DrawKey, source: str) -> DrawError:
 
 
 @contextmanager
-def _python_draws() -> Iterator[list[str]]:
-    """The names of the methods of Python's global generator that this thread called."""
-    drawn: list[str] = []
+def _python_draws() -> Iterator[_Watch]:
+    """Count calls of Python's global generator by this thread."""
+    # A profiler of the user's goes first: it is there now, and the unit's next call comes soon.
+    watch = _Watch(is_seen=sys.getprofile() is None)
 
     def note(_frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and getattr(function, "__self__", None) is _PYTHON and function.__name__ != "getstate":
-            drawn.append(function.__name__)
+            watch.num_draws += 1
 
-    outer = sys.getprofile()
-    # A profiler of the user's goes first: a watch is worth less than what they measure.
-    if outer is not None:
-        yield drawn
+    if not watch.is_seen:
+        yield watch
         return
     sys.setprofile(note)
     try:
-        yield drawn
+        yield watch
     finally:
         sys.setprofile(None)
 
 
 @contextmanager
-def _numpy_draws() -> Iterator[list[str]]:
+def _numpy_draws() -> Iterator[_Watch]:
     """Whether numpy's global generator moved, with other threads kept from moving it."""
-    drawn: list[str] = []
     generator = _numpy_generator()
+    if generator is None:
+        yield _Watch(is_seen=True)
+        return
+    lock = generator._bit_generator.lock
     # A rank that waits for another one inside a unit must not wait for this lock as well.
-    if generator is None or not generator._bit_generator.lock.acquire(blocking=False):
-        yield drawn
+    watch = _Watch(is_seen=lock.acquire(blocking=False))
+    if not watch.is_seen:
+        yield watch
         return
     try:
         before = _numpy_state(generator)
-        yield drawn
-        if _numpy_state(generator) != before:
-            drawn.append("numpy.random")
+        yield watch
+        watch.num_draws = int(_numpy_state(generator) != before)
     finally:
-        generator._bit_generator.lock.release()
+        lock.release()
 
 
 def _numpy_generator() -> Any:
