@@ -26,8 +26,8 @@ _ROTARY_BASE = 1000.0  # wavelengths up to some thousand bytes; windows are shor
 def gpt(config: ModelConfig) -> nn.Sequential:
     """Return a GPT that maps bytes (B, T) int64 to logits of the next byte, (B, T, 256).
 
-    Weights come from torch's default generator: N(0, 0.02), smaller by √(2 · layers) where a branch enters
-    the residual stream (GPT-2, Radford et al. 2019, section 2.3).
+    Weights come from torch's default generator: N(0, 1 / C), smaller by √(2 · layers) where a branch enters the
+    residual stream (GPT-2, Radford et al. 2019, section 2.3, which has 0.02 for all widths).
 
     Raises:
         ConfigError: the heads do not divide the width into parts of even size.
@@ -44,7 +44,8 @@ def gpt(config: ModelConfig) -> nn.Sequential:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             enters_residual = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_layers) if enters_residual else 0.02)
+            num_branches = 2 * config.num_layers if enters_residual else 1
+            nn.init.normal_(parameter, std=1 / math.sqrt(config.width * num_branches))
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
     return model
