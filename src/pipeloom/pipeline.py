@@ -246,7 +246,8 @@ class Pipeline:
         return cls(self.parameters(), **options)
 
     def unwrap(self) -> nn.Module | Sequence[nn.Module]:
-        """Give the model back, whole, and close the pipeline."""
+        """Give the model back, whole, and close the pipeline; waits for ranks that a failed step left busy."""
+        self._runtime.wait_for_late_ranks()
         self.close()
         return self._model
 

@@ -16,15 +16,22 @@ WIDTH = 4
 
 def chain(*layers: nn.Module) -> nn.Sequential:
     """The layers, or five that end in three columns; the same weights every time."""
-    torch.manual_seed(3)
     default = (nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
-    return nn.Sequential(*(layers or default))
+    return reset(nn.Sequential(*(layers or default)))
 
 
 def linears(count: int) -> nn.Sequential:
     """Layers of one shape: ``(B, WIDTH)`` → ``(B, WIDTH)``."""
-    torch.manual_seed(5)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    return reset(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count))))
+
+
+def reset(model: nn.Sequential) -> nn.Sequential:
+    """Draw all weights anew from one seed."""
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
 
 
 def rows(num_rows: int) -> Tensor:

@@ -107,9 +107,6 @@ class Message:
         """Unpack without a graph."""
         return unflatten(list(self.leaves), self.structure)
 
-    def __str__(self) -> str:
-        return ", ".join(_describe(leaf) for leaf in self.leaves)
-
 
 class KeptInput:
     """The input of a stage that recomputes, as it was before the forward.
@@ -194,6 +191,11 @@ def _check_leaf(leaf: Any) -> None:
             "dataclasses of them can cross from one stage to the next",
             "return its tensors, or cut where it does not cross",
         )
+
+
+def described(value: Any) -> str:
+    """The leaves of a value for a message: ``float32(2, 3), None``."""
+    return ", ".join(map(_describe, flatten(value)[0]))
 
 
 def _describe(leaf: Any) -> str:

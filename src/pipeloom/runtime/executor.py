@@ -59,12 +59,10 @@ def execute(
         except Aborted:
             raise
         except BaseException as error:
-            error.add_note(_where(rank, action, arrived))
+            error.add_note(
+                f"raised on rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}"
+            )
             raise
+        del arrived  # or it would live on while the next action waits
         if trace is not None:
             trace.record(rank, position, start_s, clock())
-
-
-def _where(rank: int, action: Action, arrived: tuple[Any, ...]) -> str:
-    place = f"raised on rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}"
-    return place + "".join(f"\nit had received: {message}" for message in arrived)

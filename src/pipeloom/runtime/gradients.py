@@ -51,3 +51,12 @@ class GradientScope:
             if earlier is not None and copy is not None:
                 earlier.copy_(copy)
             parameter.grad = earlier
+
+    @torch.no_grad()
+    def drop_late(self) -> None:
+        """Drop what was added since `restore`, but leave a gradient alone that the caller has dropped meanwhile."""
+        for parameter, earlier, copy in self._before:
+            if earlier is None or parameter.grad is not earlier:
+                parameter.grad = None
+            elif copy is not None:
+                earlier.copy_(copy)

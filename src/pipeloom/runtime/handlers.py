@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
-from pipeloom.runtime.boundary import KeptInput, Message, detached, moved, run_backward
+from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
@@ -155,7 +155,11 @@ class RankHandlers:
 
     def _units(self, stage: Stage, microbatch: int, value: Any) -> Any:
         keys = [self._context.draw_key(microbatch, unit.name) for unit in stage.units]
-        return stage(value, keys, self._context.foreign)
+        try:
+            return stage(value, keys, self._context.foreign)
+        except BaseException as error:
+            error.add_note(f"stage {stage.index} was given: {described(value)}")
+            raise
 
     def _source(self, action: Action, arrived: tuple[Any, ...]) -> Message:
         """The input of a stage: the model's, or what the stage before sent or left here."""

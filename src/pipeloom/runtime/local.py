@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Self
 
 import torch
 
-from pipeloom.ir import Placement, Timeline
+from pipeloom.ir import Kind, Placement, Timeline
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
@@ -37,6 +37,7 @@ class LocalRuntime:
         self._placement = placement
         self._threads = RankThreads(placement.num_ranks)
         self.peak_live_slots: tuple[int, ...] = ()
+        self.wait_for_late_ranks = self._threads.wait_for_late_ranks
         self.close = weakref.finalize(self, self._threads.close)
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> tuple[Timeline | None, GradientChanges]:
@@ -48,7 +49,7 @@ class LocalRuntime:
         Raises:
             BaseException: what the first failing rank raised; gradients are then as they were before.
         """
-        self._threads.wait_for_late_ranks()
+        self.wait_for_late_ranks()
         changes = GradientChanges(self._stages if context.loss is not None else ())
         transport = LocalTransport(plan.schedule, plan.channels)
         control = Control(plan.schedule.num_ranks)
@@ -58,6 +59,10 @@ class LocalRuntime:
             control.stop()
             transport.abort()
 
+        def undo_late(ranks: Collection[int]) -> None:
+            last = [control.last_seen[rank] for rank in ranks]
+            changes.undo_late({action.stage for action in last if action and action.kind is Kind.BACKWARD})
+
         def work(rank: int) -> None:
             stages = {index: self._stages[index] for index in self._placement.stages_of(rank)}
             handlers = RankHandlers(stages, len(self._stages), changes.scopes, transport, context)
@@ -65,7 +70,7 @@ class LocalRuntime:
                 execute(plan, rank, handlers.table, transport, control, trace)
 
         tasks = [partial(work, rank) for rank in range(plan.schedule.num_ranks)]
-        self._threads.run(tasks, stop=stop, undo=changes.undo)
+        self._threads.run(tasks, stop=stop, undo=changes.undo, undo_late=undo_late)
         self.peak_live_slots = tuple(transport.peak_live_slots)
         return (trace.timeline() if trace else None), changes
 
@@ -97,3 +102,8 @@ class GradientChanges:
         """Put the gradients back as they were before the step."""
         for scope in self.scopes.values():
             scope.restore()
+
+    def undo_late(self, stages: Collection[int]) -> None:
+        """Drop what backwards of ``stages`` added that went on after `undo`."""
+        for stage in stages:
+            self.scopes[stage].drop_late()

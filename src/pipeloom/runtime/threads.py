@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from pipeloom.runtime.transport.base import Aborted
 
 Task = Callable[[], None]
+UndoLate = Callable[[Collection[int]], None]
 GRACE_S = 1.5
 """How long the other ranks may take to end after one failed, before the caller hears of it all the same."""
 
@@ -29,52 +32,54 @@ class RankThreads:
         self._inboxes: list[SimpleQueue[tuple[Task, _Done] | None]] = []
         self._threads: list[threading.Thread] = []
         self._num_ranks = num_ranks
-        self._late: tuple[_Done, set[int]] | None = None
-        self._when_late_ends: Task | None = None
+        self._late: _Late | None = None
 
-    def run(self, tasks: Sequence[Task], *, stop: Task, undo: Task) -> None:
+    def run(self, tasks: Sequence[Task], *, stop: Task, undo: Task, undo_late: UndoLate) -> None:
         """Run one task per rank and wait for all.
 
         Args:
             tasks: ``tasks[rank]``.
             stop: called when a task fails, or the caller is interrupted; the other tasks should end soon.
-            undo: called then, when all tasks have ended; again later if some end only after this returned.
+            undo: called then, when all tasks have ended or had the time to.
+            undo_late: called, before the next tasks run, with the ranks that ended only after ``undo``.
 
         Raises:
             BaseException: the first that a task raised, as it is; `KeyboardInterrupt` of the caller.
         """
         self.wait_for_late_ranks()
-        done: _Done = SimpleQueue()
         self._start()
-        for rank, task in enumerate(tasks):
-            self._inboxes[rank].put((task, done))
-        running = set(range(self._num_ranks))
+        done: _Done = SimpleQueue()
+        running: set[int] = set()
         try:
+            for rank, task in enumerate(tasks):
+                self._inboxes[rank].put((task, done))
+                running.add(rank)
             error = self._first_error(done, running)
         except BaseException:
             stop()
-            self._end(done, running, undo)
+            self._end(done, running, undo, undo_late)
             raise
         if error is not None:
             stop()
-            late = self._end(done, running, undo)
-            if late:
-                error.add_note(
-                    f"ranks {sorted(late)} were still busy; the pipeline waits for them before its next step"
-                )
-            raise error
+            try:
+                self._end(done, running, undo, undo_late)
+                if running:
+                    error.add_note(
+                        f"ranks {sorted(running)} were still busy; the pipeline waits for them before its next step"
+                    )
+                raise error
+            finally:
+                del error  # it refers to this frame, and through it to all activations of the step
 
     def wait_for_late_ranks(self) -> None:
         """Wait for ranks that were still busy when an earlier step failed, then undo what they did since."""
         if self._late is None:
             return
-        done, running = self._late
-        while running:
-            running.discard(done.get()[0])
+        late = self._late
+        while late.running:
+            late.running.discard(late.done.get()[0])
         self._late = None
-        if self._when_late_ends is not None:
-            self._when_late_ends()
-            self._when_late_ends = None
+        late.undo(late.ranks)
 
     def close(self) -> None:
         """End the threads, and wait for those that are idle.
@@ -107,21 +112,30 @@ class RankThreads:
                 return error
         return None
 
-    def _end(self, done: _Done, running: set[int], undo: Task) -> set[int]:
-        """Wait a little for the ranks that still run; return those that go on."""
+    def _end(self, done: _Done, running: set[int], undo: Task, undo_late: UndoLate) -> None:
+        """Wait a little for the ranks that still run; remember those that go on."""
         deadline_s = time.monotonic() + GRACE_S
-        while running and (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                running.discard(done.get(timeout=left_s)[0])
-            except Empty:
-                break
-        undo()
-        if running:
-            self._late, self._when_late_ends = (done, running), undo
-        return running
+        try:
+            while running and (left_s := deadline_s - time.monotonic()) > 0:
+                with suppress(Empty):
+                    running.discard(done.get(timeout=left_s)[0])
+        finally:  # the caller may be interrupted again
+            if running:
+                self._late = _Late(done, running, frozenset(running), undo_late)
+            undo()
 
 
 _Done = SimpleQueue[tuple[int, BaseException | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Ranks that were still busy when their step had failed; ``running`` are those that are busy yet."""
+
+    done: _Done
+    running: set[int]
+    ranks: frozenset[int]
+    undo: UndoLate
 
 
 def _work(rank: int, inbox: SimpleQueue[tuple[Task, _Done] | None]) -> None:
