@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import NotationError
@@ -43,6 +43,7 @@ def test_hint_lists_the_kinds():
 
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("is_lowered", [False, True])
+@settings(max_examples=25)
 @given(**shapes)
 def test_generated_schedules_are_read_back(name, is_lowered, num_ranks, num_microbatches):
     made = schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)

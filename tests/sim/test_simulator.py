@@ -4,7 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost import Costs
@@ -60,6 +60,7 @@ def test_transfers_change_nothing(made):
 
 
 @pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
+@settings(max_examples=25)
 @given(**shapes)
 def test_transfers_change_no_figure(generator, num_ranks, num_microbatches):
     schedule = generator(num_ranks, num_microbatches)
