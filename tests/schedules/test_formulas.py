@@ -5,8 +5,6 @@ from hypothesis import given
 
 from pipeloom.cost import Costs
 from pipeloom.ir import Action, Kind, Schedule
-from pipeloom.ir.progress import buffers_needed
-from pipeloom.ir.slots import peak_receive_slots
 from pipeloom.ir.verify import verify
 from pipeloom.passes import add_transfers
 from pipeloom.schedules import GENERATORS, gpipe, one_f_one_b, schedule
@@ -98,12 +96,3 @@ def test_verifies_with_transfers_and_without(name, is_forward_only, num_ranks, n
     made = schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, forward_only=is_forward_only)
     assert verify(made) == []
     assert verify(add_transfers(made)) == []
-
-
-@given(**shapes)
-def test_1f1b_needs_one_slot_and_one_buffer(num_ranks, num_microbatches):
-    """torch keeps one receive buffer per micro-batch; by lifetime one is enough, in either direction."""
-    num_ranks, num_microbatches = min(num_ranks, 6), min(num_microbatches, 12)
-    lowered = add_transfers(one_f_one_b(num_ranks, num_microbatches))
-    assert max(peak_receive_slots(lowered)) == min(num_ranks - 1, 1)
-    assert buffers_needed(lowered) == 1
