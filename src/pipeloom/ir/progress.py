@@ -7,6 +7,7 @@ order. A schedule that ends under one buffered message per channel cannot deadlo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
@@ -27,25 +28,40 @@ class Stuck:
 
 def stuck_ranks(schedule: Schedule, buffers_per_channel: int = 1) -> tuple[Stuck, ...]:
     """Run the schedule without times; return the ranks that never reach their end, none if all do."""
-    return _Run(schedule, buffers_per_channel).to_the_end()
+    return Run(schedule, buffers_per_channel).to_the_end()
 
 
 def buffers_needed(schedule: Schedule) -> int | None:
     """The fewest messages per channel that must be buffered for the schedule to end; None if none suffice."""
     if stuck_ranks(schedule, len(schedule)):
         return None
-    return next(count for count in range(1, len(schedule) + 2) if not stuck_ranks(schedule, count))
+    # More buffers never stop a schedule that ends with fewer, so the count can be bisected.
+    counts = range(1, len(schedule) + 1)
+    return counts[bisect_left(counts, True, key=lambda count: not stuck_ranks(schedule, count))] if counts else 1
 
 
-class _Run:
+class Run:
+    """A run of a schedule without times, as far as it comes.
+
+    Args:
+        schedule: what is run.
+        buffers_per_channel: messages that a channel buffers.
+
+    Attributes:
+        programs: what each rank does; what is not yet run may be reordered between two calls of `to_the_end`.
+        positions: per rank, how much of it is done.
+    """
+
     def __init__(self, schedule: Schedule, buffers_per_channel: int) -> None:
         self.schedule = schedule
         self.buffers_per_channel = buffers_per_channel
+        self.programs = [list(program) for program in schedule.programs]
         self.positions = [0] * schedule.num_ranks
         self.done: set[Action] = set()
         self.buffered: Counter[tuple[int, int]] = Counter()
 
     def to_the_end(self) -> tuple[Stuck, ...]:
+        """Go on until no rank can; return the ranks that have not ended."""
         while any([self.advance(rank) for rank in range(self.schedule.num_ranks)]):
             pass
         return tuple(self.stuck(rank) for rank in range(self.schedule.num_ranks) if self.action_at(rank))
@@ -59,10 +75,12 @@ class _Run:
         return self.positions[rank] > before
 
     def action_at(self, rank: int) -> Action | None:
-        program, position = self.schedule.program(rank), self.positions[rank]
+        """What ``rank`` does next; None at its end."""
+        program, position = self.programs[rank], self.positions[rank]
         return program[position] if position < len(program) else None
 
     def is_ready(self, action: Action) -> bool:
+        """Whether the rank of ``action``, which stands before it, can do it."""
         if action.kind.is_recv:
             return True
         if action.kind.is_send and self.is_full(action):
@@ -70,6 +88,7 @@ class _Run:
         return self.missing(action) is None
 
     def is_full(self, send: Action) -> bool:
+        """Whether a send has to wait for room in its channel."""
         is_taken = counterpart(send) in self.done
         return not is_taken and self.buffered[channel_of(send, self.schedule)] >= self.buffers_per_channel
 
@@ -89,6 +108,7 @@ class _Run:
         self.done.add(action)
 
     def stuck(self, rank: int) -> Stuck:
+        """Where ``rank`` stands, short of its end."""
         position = self.positions[rank]
-        action = self.schedule.program(rank)[position]
+        action = self.programs[rank][position]
         return Stuck(rank, position, action, self.missing(action))

@@ -11,6 +11,7 @@ with recomputation and without.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import assert_never
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.schedule import Schedule
@@ -46,6 +47,8 @@ def stage_needs(kind: Kind, stage: int, num_stages: int) -> tuple[Need, ...]:
             return (((Kind.SEND_F, stage - 1),),)
         case Kind.RECV_B:
             return (((Kind.SEND_B, stage + 1),),)
+        case _:
+            assert_never(kind)
 
 
 def needs(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:

@@ -7,11 +7,11 @@ position and action, and draws the rank's program with the place marked.
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pipeloom.errors import InvalidSchedule
+from pipeloom.errors import CostError, InvalidSchedule
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.peaks import HeldBytes, peak_activation_bytes, peak_held_to_input_grad
 from pipeloom.ir.progress import Stuck, buffers_needed, stuck_ranks
@@ -66,11 +66,21 @@ class Limits:
         held_to_input_grad: micro-batches (of stages) between F and I at most.
         activation_bytes: bytes at most; needs ``held``.
         held: what one micro-batch holds on each stage; `pipeloom.cost.Costs` is one.
+
+    Raises:
+        CostError: a limit of bytes without ``held``, which could never be exceeded.
     """
 
     held_to_input_grad: int | None = None
     activation_bytes: int | None = None
     held: HeldBytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation_bytes is not None and self.held is None:
+            raise CostError(
+                f"a limit of {self.activation_bytes} bytes was given without what a micro-batch holds on each stage",
+                "pass held=, for instance a pipeloom.cost.Costs",
+            )
 
 
 def verify(schedule: Schedule, limits: Limits | None = None) -> list[Violation]:
@@ -78,12 +88,14 @@ def verify(schedule: Schedule, limits: Limits | None = None) -> list[Violation]:
 
     Every F stands once on the rank of its stage, and so does B, or I and W; nothing waits for something later;
     transfers match and keep their order; it ends with one message buffered per channel (contract 18); peaks
-    stay under the limits (contract 17).
+    stay under the limits (contract 17). Order and limits are looked at only where every action stands once at
+    its place: before, they would name what is not wrong.
 
     Returns:
         The violations, in that order; none for a right schedule.
     """
-    return [*_structure(schedule), *_over_limits(schedule, limits or Limits())]
+    placed = [*_misplaced(schedule), *_doubled(schedule), *_missing(schedule)]
+    return placed or [*_order(schedule), *_over_limits(schedule, limits or Limits())]
 
 
 def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
@@ -100,11 +112,8 @@ def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
     return schedule
 
 
-def _structure(schedule: Schedule) -> list[Violation]:
-    """Order and deadlock are looked at only where every action stands once at its place."""
-    placed = [*_misplaced(schedule), *_doubled(schedule), *_missing(schedule)]
-    if placed:
-        return placed
+def _order(schedule: Schedule) -> list[Violation]:
+    """Deadlock is looked for only where each rank by itself, and each channel, is in order."""
     return [*_backwards(schedule), *_unmatched(schedule)] or list(_deadlocks(schedule))
 
 
@@ -130,15 +139,14 @@ def _why_misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 def _doubled(schedule: Schedule) -> Iterator[Violation]:
     for rank, program in enumerate(schedule.programs):
-        seen: Counter[tuple[Kind, int, int]] = Counter()
+        done: set[Action] = set()
         for position, action in enumerate(program):
-            for kind in _halves(action.kind):
-                key = (kind, action.stage, action.microbatch)
-                seen[key] += 1
-                if seen[key] == 2:
-                    again = "" if kind is action.kind else f" ({kind.text} is a part of it)"
-                    yield _at(Fault.DOUBLED, schedule, rank, position, f"{action} was done before{again}")
-                    break
+            parts = [Action(kind, action.stage, action.microbatch) for kind in _halves(action.kind)]
+            again = [part for part in parts if part in done]
+            if again:
+                a_part = "" if len(again) == len(parts) else f" in part, as {again[0]}"
+                yield _at(Fault.DOUBLED, schedule, rank, position, f"{action} was done before{a_part}")
+            done.update(parts)
 
 
 def _halves(kind: Kind) -> tuple[Kind, ...]:
@@ -200,6 +208,9 @@ def _ends_missing(schedule: Schedule) -> Iterator[Violation]:
 def _why_unmatched(schedule: Schedule, action: Action) -> str | None:
     if not action.kind.is_compute:
         other = counterpart(action)
+        if other in schedule.actions and schedule.rank_of(other.stage) == schedule.rank_of(action.stage):
+            rank = schedule.rank_of(action.stage)
+            return f"{action} stays on rank {rank}, whose stages hand over without a transfer"
         return None if other in schedule.actions else f"{action} has no {other} to match it"
     for need in needs(action, schedule.num_stages):
         found = resolve(need, schedule.actions)

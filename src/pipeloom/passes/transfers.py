@@ -2,7 +2,9 @@
 
 A channel (an ordered pair of ranks) delivers in order, so the receives of a rank must be posted in the order
 in which the other side sends, which need not be the order of their use. The rule: a receive is posted as late
-as its consumer and the receives after it on its channel allow.
+as its consumer, the receives after it on its channel, and progress under one buffered message per channel (contract
+18) allow. Late, because a posted receive takes up a buffer; but two ranks that both send before they receive, as
+interleaved 1F1B makes them, would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from pipeloom.ir import Action, Kind, Program, Schedule
-from pipeloom.ir.relations import counterpart, needs
+from pipeloom.ir.progress import Run
+from pipeloom.ir.relations import channel_of, counterpart, needs
 
 _SEND_AFTER = {Kind.FORWARD: Kind.SEND_F, Kind.BACKWARD: Kind.SEND_B, Kind.INPUT_GRAD: Kind.SEND_B}
 
@@ -20,12 +23,16 @@ def add_transfers(schedule: Schedule) -> Schedule:
     """Lower a schedule of computations: add SEND and RECV wherever a value changes its rank.
 
     Two stages on one rank hand over without a transfer. A schedule that has transfers is returned as it is.
+
+    Args:
+        schedule: a valid one; if it runs to its end without transfers, so it does with them.
     """
     if schedule.is_lowered:
         return schedule
     consumers = _consumers(schedule)
     sent = [tuple(_with_sends(program, consumers)) for program in schedule.programs]
-    return schedule.with_programs(_with_receives(schedule, rank, sent, consumers) for rank in range(len(sent)))
+    late = schedule.with_programs(_with_receives(schedule, rank, sent, consumers) for rank in range(len(sent)))
+    return _posted_in_time(late)
 
 
 def _consumers(schedule: Schedule) -> dict[Action, Action]:
@@ -81,3 +88,18 @@ def _latest_posts(receives: list[Action], program: Program, consumers: dict[Acti
         latest = min(latest, position_of[consumers[receive]])
         positions.append(latest)
     return positions[::-1]
+
+
+def _posted_in_time(schedule: Schedule) -> Schedule:
+    """Run it under one message per channel; where all wait, post the receive that a blocked send waits for."""
+    run = Run(schedule, buffers_per_channel=1)
+    while blocked := [stuck.action for stuck in run.to_the_end() if stuck.waits_for is None]:
+        channel = channel_of(blocked[0], schedule)
+        program, position = run.programs[channel[1]], run.positions[channel[1]]
+        place = next(place for place in range(position, len(program)) if _arrives_by(program[place], channel, schedule))
+        program.insert(position, program.pop(place))
+    return schedule.with_programs(run.programs)
+
+
+def _arrives_by(action: Action, channel: tuple[int, int], schedule: Schedule) -> bool:
+    return action.kind.is_recv and channel_of(counterpart(action), schedule) == channel
