@@ -198,11 +198,20 @@ def test_a_kernel_without_generator_is_lent_one_where_it_needs_it(monkeypatch: p
     # No GPU here: the CPU plays a device whose dropout takes no generator.
     monkeypatch.setattr(draw_kernels, "_WITHOUT_FORK", ("meta",))
     before, values = torch.get_rng_state(), torch.ones(64)
-    expected = values.bernoulli(0.5, generator=torch.Generator().manual_seed(1)) * 2
+    generator = torch.Generator().manual_seed(1)
+    expected = [values.bernoulli(0.5, generator=generator) * 2 for _ in range(2)]
     with entered(CountingStream()):
-        dropped = torch.native_dropout(values, 0.5, True)[0]
-    assert torch.equal(dropped, expected)
+        dropped = [torch.native_dropout(values, 0.5, True)[0] for _ in range(2)]
+    assert torch.equal(torch.stack(dropped), torch.stack(expected))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fused_attention_without_dropout_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_kernels, "_WITHOUT_FORK", ("meta",))
+    stream, heads = CountingStream(), torch.ones(1, 2, 4, 8)
+    with entered(stream), draw_kernels._fork_lock:
+        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    assert stream.num_draws == 0
 
 
 def test_a_device_without_a_generator_to_lend_is_refused() -> None:

@@ -50,11 +50,11 @@ def current_stream() -> Any:
 
 
 class entered:  # noqa: N801  (a context manager; a class, because every call of every unit enters one)
-    """Answer this thread's draws from ``stream``; contexts nest."""
+    """Answer this thread's draws from ``stream``, or from the default generators if it is None; contexts nest."""
 
     __slots__ = ("_outer", "_stream")
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
         self._outer: Any = None
 
@@ -128,7 +128,8 @@ def _forking(overload: OpOverload) -> Callable[..., Any]:
         has_chance = any(args[position] for position in chances if position < len(args)) or not chances
         if stream is None or device.type in _WITHOUT_FORK or not has_chance:
             return overload.redispatch(keyset & _BELOW, *args, **kwargs)
-        with forked(_default_of(device), stream.generator_to_draw(device)):
+        # What the kernel draws by other operators goes on in the generator that was lent.
+        with forked(_default_of(device), stream.generator_to_draw(device)), entered(None):
             return overload.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return draw

@@ -167,10 +167,11 @@ def stand_in_for_defaults(cuda: Any = torch.cuda) -> None:
     """
     cpu: Any = torch.random
     if not isinstance(cpu.default_generator, _StandIn):
-        cpu.default_generator = _StandIn(cpu.default_generator)
+        cpu.default_generator = _StandIn(torch.default_generator)
     # CUDA has no generators before it is initialised.
     if cuda.is_initialized() and not isinstance(cuda.default_generators[0], _StandIn):
-        cuda.default_generators = tuple(_StandIn(default) for default in cuda.default_generators)
+        # Another thread may have been here since: never a stand-in for a stand-in.
+        cuda.default_generators = tuple(_StandIn(getattr(each, "default", each)) for each in cuda.default_generators)
 
 
 def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) -> AbstractContextManager[None]:
@@ -189,7 +190,8 @@ def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) ->
     """
     stand_in_for_defaults()
     context = entered(DrawStream(key, call, is_backward=False))
-    return context if foreign is None else _watched(context, foreign.watch(key))
+    watch = None if foreign is None else foreign.watch(key)
+    return context if watch is None else _watched(context, watch)
 
 
 def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:

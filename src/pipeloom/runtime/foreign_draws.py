@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from pipeloom.errors import DrawError
 if TYPE_CHECKING:
     from pipeloom.runtime.draws import DrawKey
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
 _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
 
 
@@ -44,13 +43,13 @@ class ForeignDraws:
         self._watched: set[str] = set()
         self._has_moved = False
 
-    def watch(self, key: DrawKey) -> AbstractContextManager[None]:
-        """Watch the unit's call if it was not watched yet.
+    def watch(self, key: DrawKey) -> AbstractContextManager[None] | None:
+        """What to enter around a call of the unit; None if it was watched before.
 
         Raises:
             DrawError: on leaving, if the unit drew from a generator that belongs to the process.
         """
-        return _NOTHING if key.unit in self._watched else self._watching(key)
+        return None if key.unit in self._watched else self._watching(key)
 
     @contextmanager
     def _watching(self, key: DrawKey) -> Iterator[None]:
