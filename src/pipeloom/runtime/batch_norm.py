@@ -123,11 +123,8 @@ class _DeferredLayer:
 
     @torch.no_grad()
     def _update(self, moments: _Moments) -> None:
-        layer = self.layer
-        # A layer that tracks has all three: this is for the type checker.
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        assert layer.num_batches_tracked is not None
+        # A layer that tracks has its three buffers; to the type checker they may be None.
+        layer: Any = self.layer
         layer.num_batches_tracked.add_(1)
         weight = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
         layer.running_mean.lerp_(moments.mean.to(layer.running_mean.dtype), weight)
