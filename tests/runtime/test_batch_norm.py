@@ -179,6 +179,18 @@ def test_a_step_that_failed_leaves_nothing_behind(end: str) -> None:
     torch.testing.assert_close(module.running_mean, kept.mean(0) * 0.1)
 
 
+def test_commit_after_discard_updates_nothing() -> None:
+    module = nn.BatchNorm1d(6)
+    before = running(module)
+    deferred = DeferredStatistics(module)
+    deferred.begin()
+    module(values(4, 6))
+    deferred.discard()
+    deferred.commit()
+    assert_buffers(module, before)
+    assert module.track_running_stats
+
+
 def test_between_steps_the_layer_is_as_the_user_made_it() -> None:
     module = nn.BatchNorm1d(6)
     deferred_steps(module, [[values(4, 6)]])

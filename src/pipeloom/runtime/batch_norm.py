@@ -79,9 +79,10 @@ class DeferredStatistics:
             deferred.update()
 
     def discard(self) -> None:
-        """End the step without updating anything: it failed, or its loss was not finite."""
+        """End the step without updating anything: it failed, or its loss was not finite. `commit` then does nothing."""
         for deferred in self._layers.values():
             deferred.end()
+            deferred.forget()
             deferred.forget()
 
 
@@ -94,7 +95,7 @@ class _DeferredLayer:
 
     def begin(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._runs = []
+        self.forget()
         if self._hook is None:
             self._hook = self.layer.register_forward_pre_hook(self._note)
         # In training, a layer that does not track normalises by micro-batch all the same.
@@ -105,6 +106,9 @@ class _DeferredLayer:
             self._hook.remove()
             self._hook = None
         self.layer.track_running_stats = True
+
+    def forget(self) -> None:
+        self._runs = []
 
     def forget(self) -> None:
         self._runs = []
