@@ -41,16 +41,21 @@ class HeldOut:
 
     def evaluate(self, pipe: Pipeline, step: int) -> HeldOutRecord:
         """Score the model as it stands; leaves it in training mode."""
-        pipe.eval()
-        total = 0.0
-        for start in range(0, len(self._inputs), _WINDOWS_AT_ONCE):
-            chosen = slice(start, start + _WINDOWS_AT_ONCE)
-            with self._precision():
-                logits = pipe(self._inputs[chosen])
-            total += float(cross_entropy(logits, self._targets[chosen], reduction="sum"))
-        pipe.train()
+        starts = range(0, len(self._inputs), _WINDOWS_AT_ONCE)
+        total = sum(self._loss_sum(pipe, slice(start, start + _WINDOWS_AT_ONCE)) for start in starts)
         loss = total / self._targets.numel()
         return HeldOutRecord(step, loss, self._bigram_loss, self._bigram_loss - loss)
+
+    def probe(self, pipe: Pipeline) -> None:
+        """Run one window, so that a model that cannot be trained on bytes fails before anything is written."""
+        self._loss_sum(pipe, slice(1))
+
+    def _loss_sum(self, pipe: Pipeline, chosen: slice) -> float:
+        pipe.eval()
+        with self._precision():
+            logits = pipe(self._inputs[chosen])
+        pipe.train()
+        return float(cross_entropy(logits, self._targets[chosen], reduction="sum"))
 
 
 def bigram_loss(training: Bytes, windows: Bytes) -> float:

@@ -108,6 +108,7 @@ def _loop(start: Start, corpus: Corpus, pipe: Pipeline) -> Loop:
         sink=lambda _: None,
         store=start.store if config.checkpoint.enabled else None,
     )
+    loop.held_out.probe(pipe)
     if start.snapshot is not None:
         loop.restore(start.snapshot)
     return loop
