@@ -83,7 +83,6 @@ class DeferredStatistics:
         for deferred in self._layers.values():
             deferred.end()
             deferred.forget()
-            deferred.forget()
 
 
 class _DeferredLayer:
@@ -106,9 +105,6 @@ class _DeferredLayer:
             self._hook.remove()
             self._hook = None
         self.layer.track_running_stats = True
-
-    def forget(self) -> None:
-        self._runs = []
 
     def forget(self) -> None:
         self._runs = []
