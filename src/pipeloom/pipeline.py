@@ -22,7 +22,7 @@ from pipeloom.runtime.local import GradientChanges, LocalRuntime
 from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.runtime.stage import Stage
-from pipeloom.splitting import split
+from pipeloom.splitting import Ties, split
 
 OnNan = Literal["raise", "skip", "ignore"]
 
@@ -78,6 +78,7 @@ class Pipeline:
         trace: bool = True,
     ) -> None:
         self._split = split(model, num_stages=num_stages, cuts=cuts)
+        self._ties = Ties(self._split)
         self._model = model
         self._rule = LossRule(loss_fn, loss_reduction, loss_count)
         self._on_nan = _one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
@@ -113,8 +114,9 @@ class Pipeline:
 
     @num_microbatches.setter
     def num_microbatches(self, count: int) -> None:
-        self._programs.training(self._programs.checked(count))
-        self._num_microbatches = count
+        checked = self._programs.checked(count)
+        self._programs.training(checked)
+        self._num_microbatches = checked
 
     @property
     def schedule(self) -> Schedule:
@@ -205,11 +207,12 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The whole model's parameters, in its order, each once."""
-        return self._split.root.parameters()
+        return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with the whole model's names; a list's modules are named by their index."""
-        return self._split.root.named_parameters()
+        named = self._split.root.named_parameters()
+        return ((name, parameter) for name, parameter in named if not self._ties.is_copy(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers under the whole model's names."""
@@ -249,6 +252,7 @@ class Pipeline:
         """Give the model back, whole, and close the pipeline; waits for ranks that a failed step left busy."""
         self._runtime.wait_for_late_ranks()
         self.close()
+        self._ties.undo()
         return self._model
 
     def close(self) -> None:
@@ -305,6 +309,7 @@ class Pipeline:
             self._in_use.release()
 
     def _run(self, plan: Plan, context: StepContext) -> GradientChanges:
+        self._ties.refresh()
         timeline, changes = self._runtime.run(plan, context, has_trace=self.trace)
         self._timeline = timeline or self._timeline
         return changes
@@ -316,6 +321,7 @@ class Pipeline:
             scale = loss.final_scale if loss.is_deferred else 1.0
             context.backward_into_inputs(scale)
             changes.finish(scale)
+            self._ties.gather()
         elif self._on_nan == "raise":
             raise loss.non_finite(self.step_index)
         else:

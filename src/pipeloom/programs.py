@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.errors import SplitError, UnsupportedShape
+from pipeloom.errors import SplitError, UnknownSchedule, UnsupportedShape
 from pipeloom.ir import Kind, Placement, Schedule
 from pipeloom.ir.verify import require_valid
 from pipeloom.passes import add_recompute, add_transfers
@@ -74,7 +74,9 @@ class Programs:
 
     def _made(self, num_microbatches: int) -> Schedule:
         made = self._schedule
-        if not isinstance(made, Schedule):
+        if not isinstance(made, str | Schedule):
+            raise UnknownSchedule(f"schedule={made!r} was given; a name or a Schedule is needed")
+        if isinstance(made, str):
             return make_schedule(made, num_ranks=self._num_stages, num_microbatches=num_microbatches)
         if made.num_stages != self._num_stages:
             raise UnsupportedShape(f"the schedule is for {made.num_stages} stages; the model has {self._num_stages}")
@@ -88,7 +90,9 @@ class Programs:
 
 
 def _stages_with_recompute(recompute: bool | Sequence[bool], num_stages: int) -> frozenset[int]:
-    flags = [recompute] * num_stages if isinstance(recompute, bool) else list(recompute)
+    flags = [recompute] * num_stages if isinstance(recompute, bool) else recompute
+    if isinstance(flags, str) or not isinstance(flags, Sequence):
+        raise SplitError(f"recompute={flags!r} was given; True, False, or one of them for each stage is needed")
     if len(flags) != num_stages:
-        raise SplitError(f"recompute={flags} has {len(flags)} values for {num_stages} stages; give one for each")
+        raise SplitError(f"recompute={list(flags)} has {len(flags)} values for {num_stages} stages; give one for each")
     return frozenset(stage for stage, has_recompute in enumerate(flags) if has_recompute)

@@ -92,8 +92,8 @@ class RankHandlers:
         place, source = (action.stage, action.microbatch), self._source(action, arrived)
         if self._stages[action.stage].has_recompute:
             self._sources[place] = kept = KeptInput(source)
-            with torch.autograd.graph.saved_tensors_hooks(_forget, _never):
-                _, message = self._run(action, source)
+            # With its graph, which dies here: a forward may differentiate, and R needs as much memory anyway.
+            _, message = self._run(action, source)
             kept.forget_unchanged()
         else:
             self._held[place], message = self._run(action, source)
@@ -181,11 +181,3 @@ class RankHandlers:
     def _step_loss(self) -> StepLoss:
         assert self._context.loss is not None, "evaluation has no backward"
         return self._context.loss
-
-
-def _forget(_: Tensor) -> None:
-    """Save nothing: this graph only says which outputs need a gradient, and kernels run as in training."""
-
-
-def _never(_: None) -> Tensor:
-    raise AssertionError("a forward that will be recomputed has no backward of its own")

@@ -1,0 +1,187 @@
+"""The model belongs to the pipeline: its names, its state, its threads, and how it is given back."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import RuntimeStateError
+from tests.facade.models import WIDTH, Calls, chain, linears, mean_square, rows
+
+
+def pipeline(model=None, **options):
+    return pl.Pipeline(model or chain(), **({"num_stages": 3, "num_microbatches": 3, "loss_fn": mean_square} | options))
+
+
+def rank_threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("pipeloom-rank-")}
+
+
+class Named(nn.Sequential):
+    """A chain with names instead of numbers, a buffer, and a module inside a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.head = nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize("build", [chain, Named])
+def test_names_are_the_whole_models(build):
+    model = build()
+    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    with pipeline(model) as pipe:
+        assert [name for name, _ in pipe.named_parameters()] == names
+        assert list(pipe.state_dict()) == list(pipe.full_state_dict()) == keys
+        assert all(found is own for found, own in zip(pipe.parameters(), model.parameters(), strict=True))
+
+
+def test_state_goes_round():
+    with pipeline(Named()) as one, pipeline(Named()) as other:
+        one.step(rows(6))
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        one.eval(), other.eval()
+        assert torch.equal(one(rows(5)), other(rows(5)))
+        plain = Named().eval()
+        plain.load_state_dict(one.state_dict())
+        assert plain(rows(5)).allclose(one(rows(5)), atol=1e-6)
+
+
+def test_state_of_another_model_is_refused():
+    with pipeline(Named()) as pipe:
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\).*stem.weight(.|\n)*Unexpected key\(s\).*0.weight"):
+            pipe.load_state_dict(chain().state_dict())
+        missing, unexpected = pipe.load_state_dict(chain().state_dict(), strict=False)
+        assert "stem.weight" in missing
+        assert "0.weight" in unexpected
+
+
+def test_optimizer_trains_the_model():
+    with pipeline() as pipe:
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+        losses = []
+        for _ in range(8):
+            losses.append(pipe.step(rows(12)).item())
+            optimizer.step()
+            pipe.zero_grad()
+        assert losses[-1] < 0.7 * losses[0]
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_zero_grad_can_keep_the_tensors():
+    with pipeline() as pipe:
+        pipe.step(rows(6))
+        pipe.zero_grad(set_to_none=False)
+        assert all((parameter.grad == 0).all() for parameter in pipe.parameters())
+        first = pipe.step(rows(6))
+        assert torch.isfinite(first)
+
+
+def test_unwrap_gives_the_model_back():
+    model = chain()
+    pipe = pipeline(model)
+    pipe.step(rows(6))
+    assert pipe.unwrap() is model
+    assert model(rows(2)).shape == (2, 3)
+    with pytest.raises(RuntimeStateError, match=r"the pipeline is closed\nhint: make a new one from the model"):
+        pipe.step(rows(6))
+
+
+def test_unwrap_gives_a_list_back():
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    assert pl.Pipeline(stages).unwrap() is stages
+    with pl.Pipeline(stages) as pipe:
+        assert [name for name, _ in pipe.named_parameters()] == ["0.weight", "0.bias"]
+
+
+def test_module_that_is_no_chain_is_one_stage():
+    model = nn.Bilinear(WIDTH, WIDTH, 3)
+    with pl.Pipeline(model, loss_fn=mean_square) as pipe:
+        loss = pipe.step(rows(4), rows(4))
+        assert (pipe.num_stages, pipe.num_microbatches) == (1, 1)
+    assert loss.allclose(mean_square(model(rows(4), rows(4))))
+
+
+@pytest.mark.parametrize("call", ["step", "__call__"])
+def test_closed_pipeline_runs_no_more(call):
+    pipe = pipeline()
+    with pipe as entered:
+        assert entered is pipe
+    with pytest.raises(RuntimeStateError, match="the pipeline is closed"):
+        getattr(pipe, call)(rows(6))
+    pipe.close()
+    assert len(list(pipe.parameters())) == 8
+
+
+def test_threads_start_with_the_first_step_and_end_with_the_pipeline():
+    pipe = pipeline()
+    assert rank_threads() == set()
+    pipe.step(rows(6))
+    assert rank_threads() == {"pipeloom-rank-0", "pipeloom-rank-1", "pipeloom-rank-2"}
+    pipe.close()
+    assert rank_threads() == set()
+
+
+def test_threads_are_kept_from_step_to_step():
+    seen = set()
+    with pipeline(chain(nn.Linear(WIDTH, 3), Calls(lambda x: seen.add(threading.get_ident()) or x), nn.Tanh())) as pipe:
+        for _ in range(4):
+            pipe.step(rows(6))
+        pipe(rows(6))
+    assert len(seen) == 1
+
+
+def test_threads_end_when_nobody_has_the_pipeline():
+    """No cycle may keep it: collecting garbage is not needed."""
+    pipe = pipeline()
+    pipe.step(rows(6))
+    gc.disable()
+    try:
+        del pipe
+        assert rank_threads() == set()
+    finally:
+        gc.enable()
+
+
+def test_two_pipelines_at_a_time():
+    """Each has its own threads; a step of one in a thread does not disturb the other."""
+    results, models = {}, {"one": chain(), "other": chain()}
+
+    def run(name):
+        with pipeline(models[name]) as pipe:
+            for _ in range(3):
+                results[name] = (pipe.step(rows(6)), pipe(rows(6)))
+
+    users = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    [user.start() for user in users]
+    [user.join(30) for user in users]
+    assert torch.equal(results["one"][0], results["other"][0])
+    assert torch.equal(results["one"][1], results["other"][1])
+
+
+def test_model_may_be_used_alone_between_steps():
+    model = linears(3)
+    with pipeline(model) as pipe:
+        pipe.step(rows(6))
+        whole = model(rows(6))
+        assert pipe(rows(6)).allclose(whole)
+        whole.sum().backward()
+        assert torch.isfinite(pipe.step(rows(6)))
+
+
+def test_tied_weights_of_two_stages_are_refused_by_name():
+    model = Named()
+    model.head = nn.Linear(6, WIDTH)
+    model.head.weight = nn.Parameter(model.stem.weight.t().contiguous())
+    assert pipeline(model, num_stages=3).unwrap() is model
+    model.body[0].weight = nn.Parameter(torch.ones(6, 6))
+    model.body.add_module("again", model.stem)
+    with pytest.raises(
+        pl.errors.SplitError, match=r"'body.again.weight' of stage 1 is the same .* 'stem.weight' of stage"
+    ):
+        pipeline(model)
