@@ -119,13 +119,15 @@ def test_wrong_value_without_traceback():
     )
 
 
-def test_closed_pipe_is_quiet():
-    """As in `pipeloom show … | head -1`: nobody reads, and far more is written than a pipe holds."""
+@pytest.mark.parametrize("num_microbatches", ["1", "999"])
+def test_closed_pipe_is_quiet(num_microbatches):
+    """As in `pipeloom show … | head -1`: nobody reads, be it a line or far more than a pipe holds."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "pipeloom", "show", "gpipe", "-p", "16", "-m", "999"]
+    command = [sys.executable, "-m", "pipeloom", "show", "gpipe", "-p", "16", "-m", num_microbatches]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60, env=buffered)
     finally:
         os.close(writer)
     assert (result.returncode, result.stderr) == (141, b"")

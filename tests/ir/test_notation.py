@@ -29,7 +29,7 @@ def test_text_is_an_action_as_a_whole_or_not_at_all(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "2F", "F0", "2F0xyz", "x2F0", " 2F0", "2F0\n", "2f0", "-1F0", "2X0", "2F-1", "²F0", "2SENDF0", "2.0F1"],
+    ["", "F", "2F", "F0", "2F0xyz", "x2F0", " 2F0", "2F0\n", "2f0", "-1F0", "2X0", "2F-1", "٢F0", "2SENDF0", "2.0F1"],
 )
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(NotationError, match=r"is not an action: a stage, a kind and a micro-batch are needed"):

@@ -78,6 +78,14 @@ def test_receive_lasts_until_its_message_is_there():
     assert (forward.start_s, forward.end_s) == (2.5, 4.5)
 
 
+def test_receive_of_a_message_that_is_there_already():
+    """Rank 1 is busy until second 3; the message of micro-batch 1 came at 2, so its receive takes no time."""
+    schedule = parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n")
+    costs = Costs.uniform(2, forward_s=[1.0, 2.0], input_grad_s=0.0, weight_grad_s=0.0)
+    receive = simulate(schedule, costs).spans(1)[2]
+    assert (receive.start_s, receive.end_s) == (3.0, 3.0)
+
+
 def test_receive_does_not_block_its_rank():
     """Rank 1 posts the receive of micro-batch 1 before it runs micro-batch 0."""
     schedule = parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1\n")

@@ -90,7 +90,7 @@ class _Ladder:
             start, end = self.column(span.start_s), self.column(span.end_s)
             yield self.idle(column, start), _DIM
             yield self.block(span.action, end - start), _COLOURS[span.action.kind]
-            column = max(column, end)
+            column = end
         yield self.idle(column, self.num_columns), _DIM
 
     def column(self, time_s: float) -> int:
