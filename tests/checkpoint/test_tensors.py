@@ -51,6 +51,15 @@ def test_tied_parameter_is_written_once(tmp_path: Path) -> None:
     assert (tmp_path / "tied.safetensors").stat().st_size < 1.1 * (tmp_path / "one.safetensors").stat().st_size
 
 
+def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
+    weight = torch.randn(3)
+    for number in range(10):
+        save_tensors(tmp_path / f"plain-{number}", {"a": weight, "b": weight + 1})
+        save_tensors(tmp_path / f"tied-{number}", {"a": weight, "b": weight})
+    assert len({path.read_bytes() for path in tmp_path.glob("plain-*")}) == 1
+    assert len({path.read_bytes() for path in tmp_path.glob("tied-*")}) == 1
+
+
 @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[1:], lambda x: x[:, ::2], lambda x: x[0].expand(5, 4)])
 def test_views_are_saved_without_their_base(tmp_path: Path, view) -> None:
     base = torch.arange(16.0).reshape(4, 4)

@@ -33,7 +33,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             written[name] = _own_memory(tensor)
         else:
             tied[name] = owner
-    save_file(written, path, metadata={"format": "pt", _TIED: json.dumps(tied)})
+    # safetensors writes the metadata's keys in no fixed order: one key keeps equal files equal.
+    save_file(written, path, metadata={_TIED: json.dumps(tied)} if tied else {"format": "pt"})
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
