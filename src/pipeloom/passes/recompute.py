@@ -14,12 +14,16 @@ _USES_ACTIVATIONS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Put an R before each B (or I) of the given stages. A forward-only schedule is returned as it is."""
-    return schedule.with_programs(_with_recompute(program, stages) for program in schedule.programs)
+    """Put an R before each B (or I) of the given stages, where there is none yet.
+
+    A forward-only schedule has no backward, so it stays as it is.
+    """
+    return schedule.with_programs(_with_recompute(program, stages, schedule.actions) for program in schedule.programs)
 
 
-def _with_recompute(program: Program, stages: Collection[int]) -> Iterator[Action]:
+def _with_recompute(program: Program, stages: Collection[int], held: Collection[Action]) -> Iterator[Action]:
     for action in program:
-        if action.stage in stages and action.kind in _USES_ACTIVATIONS:
-            yield Action(Kind.RECOMPUTE, action.stage, action.microbatch)
+        again = Action(Kind.RECOMPUTE, action.stage, action.microbatch)
+        if action.stage in stages and action.kind in _USES_ACTIVATIONS and again not in held:
+            yield again
         yield action
