@@ -8,6 +8,8 @@ from random import random as bound_random
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from pipeloom.errors import DrawError
 from pipeloom.runtime.draws import DrawKey, drawing
@@ -28,6 +30,16 @@ NUMPY = {
     "choice": lambda: np.random.choice(5),
     "seed": lambda: np.random.seed(3),
 }
+
+
+class Layer(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+
+class LayerDrop(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs if random.random() < 0.5 else inputs * 2
 
 
 def call(foreign: ForeignDraws, draw: Callable[[], object], key: DrawKey = KEY) -> None:
@@ -114,6 +126,25 @@ def test_a_profiler_goes_first() -> None:
         sys.setprofile(None)
     with pytest.raises(DrawError, match="Python's `random`"):
         call(foreign, random.random)
+
+
+def test_a_unit_is_watched_after_it_was_compiled() -> None:
+    torch._dynamo.reset()
+    unit, inputs, foreign = torch.compile(Layer(), backend="eager"), torch.ones(2), ForeignDraws()
+    call(foreign, lambda: unit(inputs))
+    assert not foreign._watched
+    assert sys.getprofile() is None
+    call(foreign, lambda: unit(inputs))
+    assert foreign._watched == {"blocks.3"}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_compiled_unit_that_draws_is_refused() -> None:
+    torch._dynamo.reset()
+    unit, inputs, foreign = torch.compile(LayerDrop(), backend="eager"), torch.ones(2), ForeignDraws()
+    call(foreign, lambda: unit(inputs))
+    with pytest.raises(DrawError, match="Python's `random`"):
+        call(foreign, lambda: unit(inputs))
 
 
 def test_a_unit_is_watched_once() -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
 
+_COMPILER = "torch._dynamo.convert_frame"
+
 
 @dataclass(slots=True)
 class _Watch:
@@ -88,9 +90,14 @@ def _python_draws() -> Iterator[_Watch]:
     # A profiler of the user's goes first: it is there now, and the unit's next call comes soon.
     watch = _Watch(is_seen=sys.getprofile() is None)
 
-    def note(_frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and getattr(function, "__self__", None) is _PYTHON and function.__name__ != "getstate":
-            watch.num_draws += 1
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            is_draw = getattr(function, "__self__", None) is _PYTHON and function.__name__ != "getstate"
+            watch.num_draws += is_draw
+        elif event == "call" and frame.f_globals.get("__name__") == _COMPILER:
+            # It runs for seconds, all of it Python: the next call is soon enough.
+            watch.is_seen = False
+            sys.setprofile(None)
 
     if not watch.is_seen:
         yield watch
