@@ -27,6 +27,7 @@ BUDGETS = {
     "checkpoint": 400,
     "train": 900,
     "report": 700,
+    "programs.py": 100,
     "pipeline.py": 300,
     "cli": 500,
     "testing": 400,

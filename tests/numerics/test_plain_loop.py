@@ -17,10 +17,8 @@ def _plain_step(model, inputs, target, loss_fn, num_microbatches):
     total = torch.zeros(())
     for x, y in zip(inputs.tensor_split(num_microbatches), target.tensor_split(num_microbatches), strict=True):
         loss = loss_fn(model(x), y)
-        if len(inputs) % num_microbatches == 0:
-            loss = loss / num_microbatches
-        else:
-            loss = loss * (len(x) / len(inputs))
+        is_even = len(inputs) % num_microbatches == 0
+        loss = loss / num_microbatches if is_even else loss * (len(x) / len(inputs))
         loss.backward()
         total = total + loss.detach()
     return total

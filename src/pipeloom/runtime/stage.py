@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from pipeloom.runtime.draws import DrawKey, drawing
 from pipeloom.runtime.foreign_draws import ForeignDraws
-from pipeloom.splitting import Unit
+
+
+class Unit(Protocol):
+    """A module that lives whole in one stage; `pipeloom.splitting.Unit` is one."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the whole model."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What runs."""
+
+    def __call__(self, value: Any) -> Any:
+        """Run it on what the unit before returned."""
 
 
 class Stage:

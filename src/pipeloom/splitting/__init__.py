@@ -2,5 +2,6 @@
 
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.split import Split, Unit, split
+from pipeloom.splitting.ties import Ties
 
-__all__ = ["Split", "Unit", "balanced_cuts", "split"]
+__all__ = ["Split", "Ties", "Unit", "balanced_cuts", "split"]

@@ -61,10 +61,6 @@ class Split:
         """All units, in call order."""
         return tuple(unit for units in self.stages for unit in units)
 
-    def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters of a stage, each once."""
-        return list({id(p): p for unit in self.stages[stage] for p in unit.module.parameters()}.values())
-
 
 def split(
     model: nn.Module | Sequence[nn.Module],
@@ -82,7 +78,7 @@ def split(
 
     Raises:
         SplitError: the model is neither, the cuts are out of order or out of range, there are more stages than
-            units, ``cuts`` and ``num_stages`` disagree, or two stages share a parameter or buffer.
+            units, ``cuts`` and ``num_stages`` disagree, or two stages share a module or buffer.
     """
     _check_count(num_stages)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
@@ -178,21 +174,27 @@ def _split_list(modules: list[nn.Module], num_stages: int | None, cuts: Sequence
 
 
 def _refuse_sharing(made: Split) -> None:
+    """Weights may be tied (see `ties`); a module or a buffer that two threads write at once may not be shared."""
     owner: dict[int, tuple[int, str]] = {}
-    for stage, name, tensor in _tensors(made):
-        first_stage, first_name = owner.setdefault(id(tensor), (stage, name))
+    for stage, name, shared in _modules_and_buffers(made):
+        first_stage, first_name = owner.setdefault(id(shared), (stage, name))
         if first_stage != stage:
+            what = "buffer" if isinstance(shared, torch.Tensor) else "module"
             raise SplitError(
-                f"{name!r} of stage {stage} is the same tensor as {first_name!r} of stage {first_stage}; "
-                "weights that are shared between stages would get half of their gradient on each",
-                "choose cuts= that keep the layers which share it in one stage",
+                f"{name!r} of stage {stage} is the same {what} as {first_name!r} of stage {first_stage}; two stages "
+                "would run and change it at the same time",
+                "choose cuts= that keep its uses in one stage",
             )
 
 
-def _tensors(made: Split) -> Iterator[tuple[int, str, torch.Tensor]]:
+def _modules_and_buffers(made: Split) -> Iterator[tuple[int, str, nn.Module | torch.Tensor]]:
     for stage, units in enumerate(made.stages):
         for unit in units:
             prefix = f"{unit.name}." if unit.name else ""
-            named = [*unit.module.named_parameters(), *unit.module.named_buffers()]
-            for name, tensor in named:
-                yield stage, prefix + name, tensor
+            with_state = ((name, each) for name, each in unit.module.named_modules() if _has_state(each))
+            for name, each in (*with_state, *unit.module.named_buffers()):
+                yield stage, (prefix + name).rstrip("."), each
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))

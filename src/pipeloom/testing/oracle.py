@@ -15,7 +15,7 @@ from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.losses import LossFn, LossRule, Reduction
 from pipeloom.runtime.microbatches import split_batch
 from pipeloom.runtime.stage import Stage
-from pipeloom.splitting import split
+from pipeloom.splitting import Ties, split
 
 
 def sequential_step(
@@ -30,6 +30,8 @@ def sequential_step(
     seed: int = 0,
     step_index: int = 0,
     order: Sequence[int] | None = None,
+    num_stages: int | None = None,
+    cuts: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run a batch's micro-batches one after another on the whole model and add up their gradients.
@@ -49,12 +51,16 @@ def sequential_step(
         seed: as the pipeline's.
         step_index: which step, counted from 0: the pipeline's ``step_index`` before its step.
         order: micro-batches in the order in which they are run; default ascending.
+        num_stages: as the pipeline's; matters only for weights that stages share, whose gradients are summed per stage.
+        cuts: likewise.
         kwargs: the model's keyword arguments.
 
     Returns:
         The loss of the batch, a detached scalar.
     """
-    whole = Stage(0, split(model).units, is_first=True)
+    made = split(model, num_stages=num_stages, cuts=cuts)
+    ties = Ties(made)
+    whole = Stage(0, made.units, is_first=True)
     inputs = split_batch(args, kwargs, target, num_microbatches)
     targets = [each.target for each in inputs]
     rule = LossRule(loss_fn, loss_reduction, loss_count)
@@ -70,6 +76,7 @@ def sequential_step(
                     scope.set_apart()
                 run_backward(i)
             scope.finish(loss.final_scale if loss.is_deferred else 1.0)
+            ties.gather()
         return loss.total()
 
     scalars: dict[int, Tensor] = {}
@@ -87,5 +94,8 @@ def sequential_step(
             torch.autograd.backward(scalar, torch.full_like(scalar, loss.seed(i)))
 
     # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(run).result()
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(run).result()
+    finally:
+        ties.undo()

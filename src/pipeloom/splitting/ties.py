@@ -1,0 +1,128 @@
+"""Weights that several stages use (tied embeddings and heads).
+
+One leaf in two stages would collect gradients from two threads at once, in any order. So every stage but the first that
+uses a weight gets a leaf of its own on the same memory: an optimizer that updates the first one updates them all, each
+stage accumulates its own share over the micro-batches, and shares are summed last stage first (contract 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeloom.errors import RuntimeStateError
+from pipeloom.splitting.split import Split
+
+_OWNER = "_pipeloom_owner"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter of a module, found by the module and its own name for it."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        found = self.module._parameters[self.name]
+        assert found is not None, "places are made of parameters that exist"
+        return found
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.name] = parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """A weight of an earlier stage, and what one later stage has in its stead."""
+
+    owner: nn.Parameter
+    copy: nn.Parameter
+    places: tuple[_Place, ...]
+
+
+class Ties:
+    """The tied weights of one cut model; making it gives later stages their copies.
+
+    Args:
+        made: the cut model; its modules are changed until `undo`.
+    """
+
+    def __init__(self, made: Split) -> None:
+        self._ties: list[_Tie] = []
+        first_stage: dict[int, int] = {}
+        for stage in range(made.num_stages):
+            later: dict[int, list[_Place]] = {}
+            for place in _places(made, stage):
+                owner = _owner(place)
+                if first_stage.setdefault(id(owner), stage) != stage:
+                    later.setdefault(id(owner), []).append(place)
+            self._ties += [_tied(places) for places in later.values()]
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter stands for one of an earlier stage."""
+        return any(tie.copy is parameter for tie in self._ties)
+
+    def refresh(self) -> None:
+        """Before a step: copies are their owners, also after ``.data`` was assigned or the devices changed.
+
+        Raises:
+            RuntimeStateError: another pipeline was made from the model meanwhile.
+        """
+        for tie in self._ties:
+            if any(place.parameter is not tie.copy for place in tie.places):
+                raise RuntimeStateError(
+                    "a weight that stages share was replaced: another pipeline was made from this model",
+                    "make each pipeline from a model of its own, or unwrap() the first one before",
+                )
+            tie.copy.requires_grad_(tie.owner.requires_grad)
+            tie.copy.data = tie.owner.data.to(tie.copy.device)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After a step: sum the shares, last stage first, and add them to the owner's gradient."""
+        sums: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        for tie in reversed(self._ties):
+            share, tie.copy.grad = tie.copy.grad, None
+            if share is not None:
+                share = share.to(tie.owner.device)
+                _, earlier = sums.get(id(tie.owner), (tie.owner, None))
+                sums[id(tie.owner)] = (tie.owner, share if earlier is None else earlier + share)
+        for owner, total in sums.values():
+            owner.grad = total if owner.grad is None else owner.grad.add_(total)
+
+    def undo(self) -> None:
+        """Give every stage the one weight again."""
+        for tie in self._ties:
+            for place in tie.places:
+                if place.parameter is tie.copy:
+                    place.put(tie.owner)
+        self._ties.clear()
+
+
+def _places(made: Split, stage: int) -> Iterator[_Place]:
+    for unit in made.stages[stage]:
+        for module in unit.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield _Place(module, name)
+
+
+def _owner(place: _Place) -> nn.Parameter:
+    """The weight itself; a copy that an earlier pipeline left in the model is replaced by what it stands for."""
+    owner: nn.Parameter = getattr(place.parameter, _OWNER, place.parameter)
+    place.put(owner)
+    return owner
+
+
+def _tied(places: list[_Place]) -> _Tie:
+    owner = _owner(places[0])
+    copy = nn.Parameter(owner.detach(), requires_grad=owner.requires_grad)
+    setattr(copy, _OWNER, owner)
+    for place in places:
+        place.put(copy)
+    return _Tie(owner, copy, tuple(places))

@@ -1,0 +1,111 @@
+"""Contract 2: weights that stages share; each stage accumulates its own share, shares are summed last stage first."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import RuntimeStateError
+from pipeloom.testing import sequential_step
+from tests.numerics.asserts import assert_bit_equal, assert_same_gradients, assert_same_state
+from tests.numerics.models import CASES, Block, token_loss
+
+
+def _tied():
+    """Embedding and head share their weight, and a block in the middle has the head's bias as its norm's."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(17, 12), Block(0.0), nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 17))
+    model[4].weight = model[0].weight
+    model[3].weight = model[2].bias
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]], ids=str)
+def test_tied_weights_equal_the_oracle(schedule, cuts):
+    model = _tied()
+    reference = copy.deepcopy(model)
+    inputs, target = CASES["transformer"].batch(9)
+    options = {"loss_fn": token_loss, "num_microbatches": 4, "cuts": cuts}
+    with pl.Pipeline(model, schedule=schedule, **options) as pipe:
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, reference)]
+        for step_index in range(4):
+            found = pipe.step(inputs, target=target)
+            expected = sequential_step(reference, inputs, target=target, step_index=step_index, **options)
+            assert_bit_equal(found, expected, "loss")
+            assert_same_gradients(pipe, reference)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(pipe, reference)
+
+
+def test_tied_weights_equal_a_plain_loop_but_for_the_order_of_a_sum():
+    model = _tied().double()
+    reference = copy.deepcopy(model)
+    inputs, target = CASES["transformer"].batch(8)
+    with pl.Pipeline(model, cuts=[1, 3], num_microbatches=4, loss_fn=token_loss) as pipe:
+        for _ in range(2):
+            pipe.step(inputs, target=target)
+            for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+                (token_loss(reference(x), y) / 4).backward()
+        for found, expected in zip(pipe.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_tied_weight_is_counted_once_and_named_as_ever():
+    model = _tied()
+    names = [name for name, _ in model.named_parameters()]
+    keys = list(model.state_dict())
+    with pl.Pipeline(model, cuts=[1, 3], num_microbatches=2, loss_fn=token_loss) as pipe:
+        assert [name for name, _ in pipe.named_parameters()] == names
+        assert list(pipe.state_dict()) == keys
+        pipe.step(*CASES["transformer"].batch(4)[:1], target=CASES["transformer"].batch(4)[1])
+        norms = [parameter.grad.norm() for parameter in pipe.parameters()]
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e9), torch.stack(norms).norm())
+
+
+def test_copies_stay_equal_whatever_replaces_the_weight():
+    model = _tied()
+    with pl.Pipeline(model, cuts=[3], num_microbatches=2, loss_fn=token_loss) as pipe:
+        first, last = model[0].weight, model[4].weight
+        assert first is not last
+        first.data = torch.full_like(first, 0.5)
+        pipe(CASES["transformer"].batch(4)[0])
+        assert torch.equal(first, last)
+        assert pipe.unwrap() is model
+        assert model[0].weight is model[4].weight
+
+
+def test_a_second_pipeline_ties_anew_and_the_first_one_says_so():
+    """A second pipeline on the same model once took the first one's copy for a weight of its own."""
+    model = _tied()
+    inputs, target = CASES["transformer"].batch(4)
+    first = pl.Pipeline(model, cuts=[3], num_microbatches=2, loss_fn=token_loss)
+    with pl.Pipeline(model, cuts=[1], num_microbatches=2, loss_fn=token_loss) as second:
+        second.step(inputs, target=target)
+        assert len(list(second.parameters())) == len(list(_tied().parameters()))
+        with pytest.raises(RuntimeStateError, match="another pipeline was made from this model"):
+            first.step(inputs, target=target)
+    first.close()
+
+
+def test_a_failed_step_leaves_no_share_behind():
+    model = _tied()
+    inputs, target = CASES["transformer"].batch(4)
+    with pl.Pipeline(model, cuts=[3], num_microbatches=2, loss_fn=lambda o, t: token_loss(o, t) * torch.nan) as pipe:
+        with pytest.raises(pl.PipeloomError, match="the loss of micro-batch 0 is nan"):
+            pipe.step(inputs, target=target)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_frozen_tied_weight_gets_no_gradient():
+    model = _tied()
+    model[0].weight.requires_grad_(False)
+    inputs, target = CASES["transformer"].batch(4)
+    with pl.Pipeline(model, cuts=[3], num_microbatches=2, loss_fn=token_loss) as pipe:
+        pipe.step(inputs, target=target)
+        assert model[0].weight.grad is None
+        assert model[2].weight.grad is not None
