@@ -151,7 +151,9 @@ def _copied(tensor: Tensor) -> Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
     room = source.new_empty(extent + 2 * _CACHE_LINE)
     start = (source.data_ptr() - room.data_ptr()) % _CACHE_LINE // source.element_size()
-    return room.as_strided(source.shape, source.stride(), start).copy_(source)
+    # Its whole stretch of memory, because an expanded tensor can't be written element by element.
+    room.narrow(0, start, extent).copy_(source.as_strided((extent,), (1,)))
+    return room.as_strided(source.shape, source.stride(), start)
 
 
 def detached(value: Any) -> Any:

@@ -1,0 +1,181 @@
+"""Messages, the copies that recomputation keeps, and one stage's backward."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeloom.errors import BatchError
+from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
+
+
+def grown(*shape):
+    """A tensor with a graph."""
+    return torch.ones(*shape, requires_grad=True) * 2
+
+
+def test_message_shares_memory_but_no_graph():
+    sent = grown(3)
+    message, leaves = Message.of(sent)
+    assert leaves[0] is sent
+    assert message.leaves[0].data_ptr() == sent.data_ptr()
+    assert not message.leaves[0].requires_grad
+
+
+def test_message_knows_whose_gradient_comes_back():
+    message, leaves = Message.of({"a": grown(2), "b": (torch.ones(2), None), "c": torch.tensor([1])})
+    assert message.needs_grad == (True, False, False, False)
+    assert len(leaves) == 4
+    assert message.value().keys() == {"a", "b", "c"}
+
+
+def test_opened_value_collects_its_gradient():
+    message, _ = Message.of((grown(2, 3), torch.ones(2)))
+    value, inputs = message.opened()
+    (value[0] * value[1][:, None]).sum().backward()
+    assert inputs[0].grad.tolist() == [[1.0] * 3] * 2
+    assert inputs[1] is None
+    assert not value[1].requires_grad
+
+
+def test_opened_value_may_be_written_into():
+    message, leaves = Message.of(grown(3))
+    value, inputs = message.opened()
+    value.mul_(3)
+    value.sum().backward()
+    assert inputs[0].grad.tolist() == [3.0] * 3
+    assert leaves[0].tolist() == [6.0] * 3
+
+
+def test_each_opening_has_a_graph_of_its_own():
+    message, _ = Message.of(grown(2))
+    first, second = message.opened(), message.opened()
+    first[0].sum().backward()
+    assert first[1][0].grad is not None
+    assert second[1][0].grad is None
+
+
+def test_inputs_keep_their_need():
+    given_input = torch.ones(2, requires_grad=True)
+    message = Message.of_inputs((given_input, 3), {"mask": torch.ones(2)})
+    assert message.needs_grad == (True, False, False)
+    args, kwargs = message.value()
+    assert args == (given_input, 3)
+    assert kwargs.keys() == {"mask"}
+
+
+@pytest.mark.parametrize("leaf", [object(), iter([]), {1, 2}, lambda: None, nn.Linear(1, 1)])
+def test_leaves_that_may_hide_tensors(leaf):
+    with pytest.raises(BatchError, match=r"a stage returned a \w+; tensors, plain values.*\nhint: return its tensors"):
+        Message.of((torch.ones(1), leaf))
+
+
+@pytest.mark.parametrize("leaf", [None, True, 3, 0.5, 1j, "text", b"bytes", torch.float32, torch.device("cpu")])
+def test_plain_values_cross(leaf):
+    message, leaves = Message.of([leaf])
+    assert message.value() == [leaf]
+    assert leaves == (leaf,)
+
+
+def test_devices():
+    message, _ = Message.of((grown(2), "text"))
+    assert message.to(None) is message
+    assert message.to(torch.device("cpu")).leaves[0].data_ptr() == message.leaves[0].data_ptr()
+    assert message.to(torch.device("meta")).leaves[0].is_meta
+    assert message.to(torch.device("meta")).needs_grad == (True, False)
+
+
+def test_moved_and_detached_walk_containers():
+    value = {"a": [grown(2), 3]}
+    assert moved(value, None) is value
+    assert moved(value, torch.device("meta"))["a"][0].is_meta
+    assert not detached(value)["a"][0].requires_grad
+    assert detached(value)["a"][1] == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(2, 3), "float32(2, 3)"),
+        ((torch.ones(4).long(), None), "int64(4,), None"),
+        ({"a": torch.ones(()), "b": "x"}, "float32(), 'x'"),
+        ((), ""),
+    ],
+)
+def test_described(value, text):
+    assert described(value) == text
+    assert described(Message.of(value)[0].value()) == text
+
+
+def test_backward_leaves_out_what_needs_none():
+    weight = torch.ones(2, requires_grad=True)
+    run_backward([weight * 2, torch.ones(2), "text", weight * 5], [torch.ones(2), torch.ones(2), None, None])
+    assert weight.grad.tolist() == [2.0, 2.0]
+    run_backward([weight * 2], [None])
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_backward_of_the_same_output_twice():
+    weight = torch.ones(2, requires_grad=True)
+    output = weight * 2
+    run_backward([output, output], [torch.ones(2), torch.ones(2)])
+    assert weight.grad.tolist() == [4.0, 4.0]
+
+
+def layouts():
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    return {
+        "plain": base,
+        "slice": base[:, 1:3],
+        "transposed": base.transpose(0, 2),
+        "every other": base[::2, :, ::2],
+        "expanded": torch.ones(1, 4).expand(3, 4),
+        "one value": base[0, 0, 0],
+        "empty": base[:0],
+        "offset": base.flatten()[7:],
+        "bytes": (base > 3)[1:],
+        "double": base.double()[1:],
+        "expanded in the middle": base[:, :1].expand(3, 4, 5),
+        "sparse": base[0].to_sparse(),
+        "complex": torch.complex(base, base)[1:],
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_input_comes_back_as_it_was(name):
+    """Written into or not: the second forward gets the same numbers, in the same layout."""
+    original = layouts()[name]
+    expected = original.clone()
+    kept = KeptInput(Message.of(original)[0])
+    if "expanded" not in name:
+        original.zero_()
+    kept.forget_unchanged()
+    found = kept.as_it_was().value()
+    assert torch.equal(found.to_dense() if found.is_sparse else found, expected.to_dense())
+    assert found.dtype == original.dtype
+    assert found.is_sparse or found.stride() == original.stride()
+
+
+@given(start=st.integers(0, 20), size=st.integers(1, 20), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_copies_lie_as_their_originals_do(start, size, dtype):
+    """Another place within a cache line would be another order of sums in some kernels."""
+    original = torch.arange(60, dtype=dtype)[start : start + size]
+    kept = KeptInput(Message.of(original)[0])
+    original.add_(1)
+    kept.forget_unchanged()
+    copy = kept.as_it_was().value()
+    assert copy.data_ptr() != original.data_ptr()
+    assert (copy.data_ptr() - original.data_ptr()) % 64 == 0
+    assert torch.equal(copy + 1, original)
+
+
+def test_unchanged_input_is_not_copied():
+    one, other = torch.ones(3), torch.ones(3)
+    kept = KeptInput(Message.of((one, other, None))[0])
+    other.mul_(2)
+    kept.forget_unchanged()
+    found = kept.as_it_was().value()
+    assert found[0].data_ptr() == one.data_ptr()
+    assert found[1].tolist() == [1.0, 1.0, 1.0]
+    assert found[2] is None
