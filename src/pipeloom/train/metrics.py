@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,15 @@ def lines(console: Console, interval_steps: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def live_bar(console: Console, num_steps: int, step_index: int) -> Iterator[Sink]:
-    """Keep a bar with the last step's figures at the bottom; evaluations scroll above it."""
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("\n{task.description}"))
-    with Progress(*columns, console=console, expand=True) as progress:
-        bar = progress.add_task("", total=num_steps, completed=step_index)
+    """Keep a bar and the last step's figures at the bottom; evaluations scroll above them."""
+    progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(None), expand=True)
+    bar = progress.add_task("", total=num_steps, completed=step_index)
+    with Live(progress, console=console) as live:
 
         def show(record: Record) -> None:
             if record.kind == StepRecord.kind:
-                progress.update(bar, completed=record.step, description=str(record))
+                progress.update(bar, completed=record.step)
+                live.update(Group(progress, Text(str(record))))
             else:
                 say(console, f"step: {record.step}  {record}")
 
