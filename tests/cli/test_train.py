@@ -220,6 +220,11 @@ def test_own_model_and_text_in_a_process_of_its_own():
     assert last_steps() == [1, 2, 3]
 
 
+def test_shipped_model_of_ones_own_trains():
+    assert train("--config", "tiny.toml", "--model", "examples.own_model:convolutions") == 0
+    assert last_steps() == [1, 2, 3]
+
+
 def test_own_model_with_another_output_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("my_classifier.py").write_text(USERS_MODEL)
