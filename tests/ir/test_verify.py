@@ -322,7 +322,7 @@ def test_csv_with_halves_and_idle_slots_is_right() -> None:
     assert (schedule.num_stages, schedule.num_microbatches) == (2, 2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(**shapes)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("forward_only", [False, True])
