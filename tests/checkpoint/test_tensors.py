@@ -76,6 +76,11 @@ def test_empty_tensors_are_not_taken_for_tied(tmp_path: Path) -> None:
     assert loaded["y"].shape == (0, 5)
 
 
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere/model\.safetensors cannot be written: "):
+        save_tensors(tmp_path / "nowhere" / "model.safetensors", {"x": torch.ones(1)})
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04pickle", b"\xff" * 64])
 def test_other_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -1,6 +1,7 @@
 """Which text is read, and which of it is held out."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ def test_hidden_and_binary_files_of_a_folder_are_passed_over(tmp_path: Path) -> 
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / ".hidden").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "broken").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.txt").write_text("text")
     assert list(names_and_texts(tmp_path)) == ["text.txt"]
     assert names_and_texts(tmp_path / "image.png") == {"image.png": b"\x89PNG\0\0"}

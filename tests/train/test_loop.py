@@ -197,6 +197,17 @@ def test_interrupt_saves_and_stops_after_the_step(make_loop: MakeLoop) -> None:
     assert loop.evaluation.step == 0
 
 
+def test_interrupt_before_the_first_step_does_nothing(make_loop: MakeLoop) -> None:
+    interrupt = threading.Event()
+    interrupt.set()
+    records: list[Record] = []
+    loop = make_loop(records=records)
+    loop.run(6, interrupt)
+    assert records == []
+    assert loop.store is not None
+    assert loop.store.steps() == []
+
+
 def test_no_store_saves_nothing(make_loop: MakeLoop, tmp_path: Path) -> None:
     loop = make_loop()
     loop.store = None

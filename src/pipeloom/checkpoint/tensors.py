@@ -23,7 +23,11 @@ _TIED: Final = "tied"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to one file; names that are one tensor (same memory, same view) are written once."""
+    """Write tensors to one file; names that are one tensor (same memory, same view) are written once.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
     first_name: dict[tuple[object, ...], str] = {}
     written: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -34,7 +38,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         else:
             tied[name] = owner
     # safetensors writes the metadata's keys in no fixed order: one key keeps equal files equal.
-    save_file(written, path, metadata={_TIED: json.dumps(tied)} if tied else {"format": "pt"})
+    metadata = {_TIED: json.dumps(tied)} if tied else {"format": "pt"}
+    try:
+        save_file(written, path, metadata)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from None
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -89,8 +89,8 @@ def standard_library() -> Iterator[Document]:
 def read_documents(paths: Sequence[str]) -> Iterator[Document]:
     """Yield the documents of files and folders, in the order given, folders sorted.
 
-    Inside a folder, hidden files and files with a NUL byte (images, archives) are passed over; a file that is
-    named itself is always read.
+    Inside a folder, hidden files, broken links and files with a NUL byte (images, archives) are passed over; a file
+    that is named itself is always read.
     """
     for given in map(Path, paths):
         if given.is_dir():
@@ -104,7 +104,8 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document]:
 def _walk(root: Path, skipped: Sequence[str] = ()) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 def _read(path: Path) -> bytes:

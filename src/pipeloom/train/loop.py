@@ -84,7 +84,8 @@ class Loop:
 
     def run(self, until: int, interrupt: Event) -> None:
         """Train up to ``until`` completed steps, or until interrupted; ends with a checkpoint."""
-        self.evaluate()
+        if not interrupt.is_set():
+            self.evaluate()
         while self.step_index < until and not interrupt.is_set():
             self.sink(self.step())
             if self._is_due(self.config.checkpoint.interval_steps):

@@ -69,7 +69,10 @@ Sink = Callable[[Record], object]
 
 @contextlib.contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
-    """Append one object a record to ``path``; its ``kind`` is "step" or "held_out"."""
+    """Append one object a record to ``path``; its ``kind`` is "step" or "held_out".
+
+    A run that died after its last checkpoint repeats some steps when it is resumed; a step's last line counts.
+    """
     with path.open("a", encoding="utf-8", buffering=1) as file:
         yield lambda record: file.write(json.dumps({"kind": record.kind} | asdict(record)) + "\n")
 
