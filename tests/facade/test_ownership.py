@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import threading
 
 import pytest
@@ -174,14 +175,46 @@ def test_model_may_be_used_alone_between_steps():
         assert torch.isfinite(pipe.step(rows(6)))
 
 
-def test_tied_weights_of_two_stages_are_refused_by_name():
+def test_module_of_two_stages_is_refused_by_name():
+    """Two threads would run it at once; a weight alone may be shared."""
     model = Named()
-    model.head = nn.Linear(6, WIDTH)
-    model.head.weight = nn.Parameter(model.stem.weight.t().contiguous())
-    assert pipeline(model, num_stages=3).unwrap() is model
-    model.body[0].weight = nn.Parameter(torch.ones(6, 6))
     model.body.add_module("again", model.stem)
-    with pytest.raises(
-        pl.errors.SplitError, match=r"'body.again.weight' of stage 1 is the same .* 'stem.weight' of stage"
-    ):
+    message = r"'body.again' of stage 1 is the same module as 'stem' of stage 0; .*\nhint: choose cuts="
+    with pytest.raises(pl.errors.SplitError, match=message):
         pipeline(model)
+    assert pl.Pipeline(model).unwrap() is model
+
+
+def test_tied_weight_has_one_name_and_one_gradient():
+    model = linears(3)
+    model[2].weight = model[0].weight
+    names = [name for name, _ in model.named_parameters()]
+    with pipeline(model) as pipe:
+        pipe.step(rows(6))
+        assert [name for name, _ in pipe.named_parameters()] == names
+        assert pipe.unwrap()[2].weight is model[0].weight
+    found = model[0].weight.grad.clone()
+    model.zero_grad()
+    mean_square(model(rows(6))).backward()
+    assert found.allclose(model[0].weight.grad)
+
+
+@pytest.mark.parametrize("error", [ValueError, None])
+def test_tied_weight_after_a_step_that_failed(error):
+    """Shares that were not summed yet must not be found by the next step."""
+
+    def loss_fn(output):
+        if output.abs().max() > 1e6:
+            raise ValueError("too large")
+        return mean_square(output)
+
+    model, plain = linears(3), linears(3)
+    model[2].weight, plain[2].weight = model[0].weight, plain[0].weight
+    bad = rows(6).index_fill(0, torch.tensor([5]), 1e9 if error else math.inf)
+    with pipeline(model, loss_fn=loss_fn) as pipe:
+        with pytest.raises(error or pl.errors.NonFiniteLoss, match=r"too large|micro-batch 2 is (nan|inf)"):
+            pipe.step(bad)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.step(rows(6))
+    mean_square(plain(rows(6))).backward()
+    assert model[0].weight.grad.allclose(plain[0].weight.grad)

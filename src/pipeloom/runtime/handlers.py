@@ -83,7 +83,7 @@ class RankHandlers:
         stage = self._stages[action.stage]
         output = self._call(stage, action.microbatch, self._source(action, arrived).value())
         if action.stage == self._last:
-            self._context.outputs[action.microbatch] = output
+            self._context.outputs[action.microbatch] = detached(output)
         else:
             self._outgoing[(Kind.FORWARD, action.stage, action.microbatch)] = Message.of(output)[0]
 

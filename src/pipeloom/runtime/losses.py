@@ -153,11 +153,12 @@ class StepLoss:
             what = f"the losses of the micro-batches are finite, but add up to {self.total().item()}"
         else:
             what = f"the loss of micro-batch {guilty} is {self.values[guilty].item()}"
+        look = "" if guilty is None else "look at the inputs of that micro-batch, or "
         return NonFiniteLoss(
             f"step {step_index}: {what}; the step's gradients were dropped",
             step_index=step_index,
             microbatch=guilty or 0,
-            hint='look at the inputs of that micro-batch, or pass on_nan="skip" to go on without such steps',
+            hint=f'{look}pass on_nan="skip" to go on without such steps',
         )
 
     @property
@@ -242,8 +243,8 @@ def _num_arguments(loss_fn: LossFn) -> tuple[int, float]:
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = list(inspect.signature(called).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return 2, 2
+    except (TypeError, ValueError):  # a builtin without a signature: torch.mean, torch.dist
+        return 1, 2
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     num_needed = sum(p.default is p.empty for p in positional)
     is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
