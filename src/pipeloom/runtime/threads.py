@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from pipeloom.runtime.transport.base import Aborted
@@ -91,6 +92,7 @@ class RankThreads:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(GRACE_S)
+                _wait_for_system_thread(thread, GRACE_S)
         self._inboxes.clear()
         self._threads.clear()
 
@@ -136,6 +138,18 @@ class _Late:
     running: set[int]
     ranks: frozenset[int]
     undo: UndoLate
+
+
+def _wait_for_system_thread(thread: threading.Thread, limit_s: float) -> None:
+    """Before Python 3.13 ``join`` returns when Python is done with a thread, which may not be done with torch.
+
+    Its thread-local objects are freed after that and take the interpreter's lock; if the interpreter ends
+    meanwhile, that aborts the process. Linux can be asked whether the thread still exists.
+    """
+    path = Path("/proc/self/task") / str(thread.native_id)
+    deadline_s = time.monotonic() + limit_s
+    while path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
 
 
 def _work(rank: int, inbox: SimpleQueue[tuple[Task, _Done] | None]) -> None:
