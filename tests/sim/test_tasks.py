@@ -1,5 +1,7 @@
 """What the simulator compiles a schedule to, and how often it looks at it."""
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 
@@ -58,28 +60,24 @@ def test_value_that_stays_on_its_rank_needs_no_message():
 
 
 def test_messages_of_a_channel_queue():
+    """The second waits for the channel, the third finds it free again."""
     channel = Channel()
-    first, second = Message(channel, 0.5, 2.0), Message(channel, 0.5, 1.0)
-    first.send(0, 10.0)
-    second.send(0, 10.0)
-    second.send(1, 20.0)
-    assert (first.arrivals, second.arrivals) == ({0: 12.5}, {0: 13.5, 1: 21.5})
-
-
-def test_message_without_a_size_overtakes_nobody_and_waits_for_nobody():
-    channel = Channel()
-    Message(channel, 0.0, 5.0).send(0, 1.0)
-    light = Message(channel, 0.5, 0.0)
-    light.send(0, 1.0)
-    assert light.arrivals == {0: 1.5}
+    large, small = Message(channel, 0.5, 2.0), Message(channel, 0.5, 1.0)
+    arrivals = [large.arrival_in_queue_s(10.0), small.arrival_in_queue_s(10.0), small.arrival_in_queue_s(20.0)]
+    assert arrivals == [12.5, 13.5, 21.5]
 
 
 def visits(monkeypatch, schedule) -> int:
     """How often the simulator takes up a rank."""
     seen = []
-    advance = simulator._Run._advance
+
+    class Counting(deque):
+        def popleft(self):
+            seen.append(1)
+            return super().popleft()
+
     with monkeypatch.context() as patch:
-        patch.setattr(simulator._Run, "_advance", lambda run, rank: seen.append(rank) or advance(run, rank))
+        patch.setattr(simulator, "deque", Counting)
         simulator.simulate(schedule, Costs.unit(schedule.num_stages))
     return len(seen)
 

@@ -51,22 +51,18 @@ def peak_activation_bytes(schedule: Schedule, held: HeldBytes) -> tuple[int, ...
     )
     recomputed = {(a.stage, a.microbatch) for a in schedule if a.kind is Kind.RECOMPUTE}
 
+    changes = {}
+    for stage in range(schedule.num_stages):
+        changes[(Kind.FORWARD.code, stage)] = to_input[stage]
+        changes[(Kind.RECOMPUTE.code, stage)] = to_input[stage] - to_recompute[stage]
+        changes[(Kind.INPUT_GRAD.code, stage)] = to_weight[stage] - to_input[stage]
+        changes[(Kind.WEIGHT_GRAD.code, stage)] = -to_weight[stage]
+        changes[(Kind.BACKWARD.code, stage)] = -to_input[stage]
+
     def change(action: Action) -> int:
-        stage = action.stage
-        match action.kind:
-            case Kind.FORWARD:
-                is_light = recomputed and (stage, action.microbatch) in recomputed
-                return to_recompute[stage] if is_light else to_input[stage]
-            case Kind.RECOMPUTE:
-                return to_input[stage] - to_recompute[stage]
-            case Kind.INPUT_GRAD:
-                return to_weight[stage] - to_input[stage]
-            case Kind.BACKWARD:
-                return -to_input[stage]
-            case Kind.WEIGHT_GRAD:
-                return -to_weight[stage]
-            case _:
-                return 0
+        if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in recomputed:
+            return to_recompute[action.stage]
+        return changes.get((action.kind.code, action.stage), 0)
 
     return tuple(int(peak(schedule, rank, change)) for rank in range(schedule.num_ranks))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 
 from pipeloom.cost import Costs
 from pipeloom.errors import CostError, InvalidSchedule
 from pipeloom.ir import Action, Schedule, Timeline
 from pipeloom.ir.peaks import peak_activation_bytes
-from pipeloom.sim.tasks import UNFINISHED, Task, Tasks
+from pipeloom.sim.tasks import UNFINISHED, Tasks
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -51,52 +52,46 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """The state of one simulation: how far each rank is, and when its actions ran."""
+    """The state of one simulation. Each rank is a generator that stands still where it must wait."""
 
     def __init__(self, tasks: Tasks, num_ranks: int) -> None:
         self.tasks = tasks
         self.starts = [array("d") for _ in range(num_ranks)]
         self.ends = [array("d") for _ in range(num_ranks)]
-        self.clocks = [0.0] * num_ranks
         self.ready = deque(range(num_ranks))
 
     def to_the_end(self) -> None:
         """Run every rank as far as it comes."""
+        ranks = [self._steps(rank) for rank in range(len(self.ends))]
         while self.ready:
-            self._advance(self.ready.popleft())
+            next(ranks[self.ready.popleft()], None)
 
-    def _advance(self, rank: int) -> None:
-        """Run one rank until it must wait or ends. This is the inner loop: locals and plain tests on purpose."""
-        program, microbatches = self.tasks.programs[rank], self.tasks.microbatches[rank]
-        starts, ends, clock = self.starts[rank], self.ends[rank], self.clocks[rank]
-        for position in range(len(ends), len(program)):
-            task, microbatch = program[position], microbatches[position]
+    def _steps(self, rank: int) -> Iterator[None]:
+        """Run one rank; stop where it must wait. The inner loop: locals and plain tests, on purpose."""
+        starts, ends, clock = self.starts[rank], self.ends[rank], 0.0
+        for task, microbatch in zip(self.tasks.programs[rank], self.tasks.microbatches[rank], strict=True):
             start = clock
             for need in task.needs:
-                for alternative in need:
-                    time = alternative[0].get(microbatch)
-                    if time is not None:
-                        break
-                else:
-                    continue
-                if time == UNFINISHED:
-                    alternative[1].waiting.setdefault(microbatch, []).append(rank)
-                    self.clocks[rank] = clock
-                    return
-                if time > start:
-                    start = time
-            clock = start + task.duration_s
+                for times, source in need:
+                    time = times.get(microbatch)
+                    if time is None:
+                        continue
+                    if time == UNFINISHED:
+                        source.waiting.setdefault(microbatch, []).append(rank)
+                        yield
+                        time = times[microbatch]
+                    if time > start:
+                        start = time
+                    break
+            clock = task.ends[microbatch] = start + task.duration_s
             starts.append(start)
             ends.append(clock)
-            self._finish(task, microbatch, clock)
-
-    def _finish(self, task: Task, microbatch: int, now_s: float) -> None:
-        """Note the end, send what leaves, wake who waits."""
-        task.ends[microbatch] = now_s
-        for message in task.messages:
-            message.send(microbatch, now_s)
-        if microbatch in task.waiting:
-            self.ready.extend(task.waiting.pop(microbatch))
+            for message in task.messages:
+                message.arrivals[microbatch] = (
+                    message.arrival_in_queue_s(clock) if message.occupancy_s else clock + message.latency_s
+                )
+            if microbatch in task.waiting:
+                self.ready.extend(task.waiting.pop(microbatch))
 
     def require_end(self, schedule: Schedule) -> None:
         """Raise `InvalidSchedule` if a rank never got to its end."""

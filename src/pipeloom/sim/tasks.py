@@ -75,12 +75,10 @@ class Message:
         self.occupancy_s = occupancy_s
         self.arrivals: Times = {}
 
-    def send(self, microbatch: int, now_s: float) -> None:
-        """Post it: it leaves when its channel is free, and the sender goes on."""
-        if self.occupancy_s:
-            now_s = max(now_s, self.channel.free_s) + self.occupancy_s
-            self.channel.free_s = now_s
-        self.arrivals[microbatch] = now_s + self.latency_s
+    def arrival_in_queue_s(self, now_s: float) -> float:
+        """When a message that is posted now arrives: it leaves after those before it on its channel."""
+        self.channel.free_s = max(now_s, self.channel.free_s) + self.occupancy_s
+        return self.channel.free_s + self.latency_s
 
 
 class Tasks:
