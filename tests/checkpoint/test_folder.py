@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom.checkpoint import folder
 from pipeloom.checkpoint.folder import MANIFEST, new_folder, read_json, verify_folder, write_json
 from pipeloom.errors import CheckpointError
 
 
 def write_checkpoint(target: Path) -> Path:
-    with new_folder(target) as folder:
-        (folder / "weights.bin").write_bytes(bytes(range(100)))
-        write_json(folder / "state.json", {"step": 3})
+    with new_folder(target) as temporary:
+        (temporary / "weights.bin").write_bytes(bytes(range(100)))
+        write_json(temporary / "state.json", {"step": 3})
     return target
 
 
@@ -36,8 +37,8 @@ def test_manifest_lists_sizes_and_checksums(checkpoint: Path) -> None:
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     def write_half() -> None:
-        with new_folder(tmp_path / "step-000001") as folder:
-            (folder / "weights.bin").write_bytes(b"half")
+        with new_folder(tmp_path / "step-000001") as temporary:
+            (temporary / "weights.bin").write_bytes(b"half")
             raise ZeroDivisionError("half way")
 
     with pytest.raises(ZeroDivisionError, match="half way"):
@@ -47,10 +48,20 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_folder_is_absent_until_it_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "step-000001"
-    with new_folder(target) as folder:
+    with new_folder(target) as temporary:
         assert not target.exists()
-        assert folder.name.startswith(".tmp-")
+        assert temporary.name.startswith(".tmp-")
     assert target.is_dir()
+
+
+def test_folder_without_its_manifest_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(folder, "_write_manifest", fail)
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-000003: the disk is full"):
+        write_checkpoint(tmp_path / "step-000003")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_remains_of_a_crash_are_replaced(tmp_path: Path) -> None:

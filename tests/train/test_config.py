@@ -68,6 +68,8 @@ def test_message_names_the_layer_to_blame() -> None:
         resolve([file, flags])
     with pytest.raises(ConfigError, match=r"^run\.toml: train\.steps"):
         resolve([Layer("run.toml", flags.values), Layer("command line", file.values)])
+    with pytest.raises(ConfigError, match=r"^command line: train\.steps was given 'y'"):
+        resolve([Layer("run.toml", flags.values), Layer("command line", {"train": {"steps": "y"}})])
 
 
 @pytest.mark.parametrize("section", TrainingConfig.model_fields)

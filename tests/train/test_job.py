@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from pipeloom import Pipeline
 from pipeloom.checkpoint import CheckpointStore, Snapshot
 from pipeloom.errors import ConfigError, DataError, NonFiniteLoss, SplitError, UnknownSchedule
 from pipeloom.train.config import Layer
@@ -156,6 +157,31 @@ def test_half_precision_changes_the_bits_and_trains(layer: Layer) -> None:
     name = "1.up.weight"
     assert not torch.equal(full[name], half[name])
     assert torch.allclose(full[name], half[name], atol=0.02)
+
+
+def test_pipeline_gets_its_part_of_the_configuration(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Pipeline] = []
+
+    class Recorded(Pipeline):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("pipeloom.train.job.Pipeline", Recorded)
+    pipeline = {"num_stages": 3, "cuts": [1, 2], "num_microbatches": 3, "schedule": "gpipe", "recompute": True}
+    run(layer, flags={"train": {"seed": 7}, "pipeline": pipeline}, stop_after=1)
+    (pipe,) = made
+    assert (pipe.seed, pipe.num_stages, pipe.num_microbatches) == (7, 3, 3)
+    assert "R" in str([str(action) for action in pipe.schedule.program(0)])
+
+
+def test_rank_threads_end_with_the_run(layer: Layer) -> None:
+    before = set(threading.enumerate())
+    run(layer, stop_after=1)
+    started = set(threading.enumerate()) - before
+    for thread in started:
+        thread.join(timeout=10)
+    assert [thread.name for thread in started if thread.is_alive()] == []
 
 
 def test_threads_are_torchs(layer: Layer) -> None:
