@@ -309,6 +309,7 @@ class Pipeline:
             self._in_use.release()
 
     def _run(self, plan: Plan, context: StepContext) -> GradientChanges:
+        self._split.check_unchanged()
         self._ties.refresh()
         timeline, changes = self._runtime.run(plan, context, has_trace=self.trace)
         self._timeline = timeline or self._timeline

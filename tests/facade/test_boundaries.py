@@ -273,3 +273,21 @@ def test_bits_do_not_depend_on_what_crosses():
     with pl.Pipeline(wrapped, num_stages=2, num_microbatches=2, loss_fn=mean_square) as pipe:
         pipe.step(rows(4))
     assert_same(gradients(one), gradients(other))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_expanded_tensors_cross(recompute):
+    """One row stands for many: it cannot be copied element by element."""
+    model = chain(nn.Linear(WIDTH, WIDTH), Calls(lambda x: (x, x[:1].expand_as(x))), Calls(lambda v: v[0] * v[1]))
+    assert_pipelined_like_plain(model, rows(6), cuts=[1, 2], recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inputs_made_in_inference_mode(recompute):
+    """A frozen first layer takes them, as it does in the whole model."""
+    with torch.inference_mode():
+        tokens = torch.arange(6)
+    model = chain(nn.Embedding(9, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 3))
+    with pl.Pipeline(model, num_stages=2, num_microbatches=3, loss_fn=mean_square, recompute=recompute) as pipe:
+        assert torch.isfinite(pipe.step(tokens))
+        assert model[1].weight.grad is not None

@@ -286,3 +286,30 @@ def test_running_statistics_survive_a_loss_that_is_not_finite(on_nan):
         assert model[1].running_mean.isfinite().all()
         pipe.step(rows(7))
         assert model[1].num_batches_tracked == 1
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter of its own, which is no part of the model."""
+
+    def __init__(self, has_count):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.has_count = has_count
+
+    def forward(self, output, target):
+        loss = F.cross_entropy(output / self.temperature, target, reduction="sum" if self.has_count else "mean")
+        return (loss, len(target)) if self.has_count else loss
+
+
+@pytest.mark.parametrize("has_count", [False, True])
+def test_loss_with_parameters(has_count):
+    """Their gradients are scaled, and dropped, with those of the model."""
+    loss_fn, plain = Tempered(has_count), Tempered(has_count=False)
+    plain(chain()(rows(7)), TARGETS).backward()
+    with pipeline(loss_fn) as pipe:
+        pipe.step(rows(7), target=TARGETS)
+        found = loss_fn.temperature.grad.clone()
+        assert found.allclose(plain.temperature.grad)
+        with pytest.raises(NonFiniteLoss, match="micro-batch 1 is nan"):
+            pipe.step(poisoned(1), target=TARGETS)
+        assert torch.equal(loss_fn.temperature.grad, found)

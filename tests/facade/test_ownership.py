@@ -3,6 +3,10 @@
 import copy
 import gc
 import math
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -218,3 +222,104 @@ def test_tied_weight_after_a_step_that_failed(error):
         pipe.step(rows(6))
     mean_square(plain(rows(6))).backward()
     assert model[0].weight.grad.allclose(plain[0].weight.grad)
+
+
+CHANGED = {
+    "replaced": lambda model: model.__setitem__(1, nn.Linear(WIDTH, WIDTH)),
+    "added": lambda model: model.append(nn.Linear(WIDTH, WIDTH)),
+    "removed": lambda model: model.__delitem__(2),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "__call__"])
+@pytest.mark.parametrize("change", CHANGED)
+def test_layers_that_change_under_the_pipeline(change, call):
+    """The stages would go on with the old layers, and the new ones would never learn."""
+    model = linears(3)
+    with pipeline(model) as pipe:
+        CHANGED[change](model)
+        with pytest.raises(RuntimeStateError, match=r"layers \d of the model were replaced, added or removed after it"):
+            getattr(pipe, call)(rows(6))
+
+
+def test_layers_may_change_inside():
+    """As LoRA does: a layer of ours stays, what is in it does not."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.Linear(WIDTH, 3)))
+    with pipeline(model, num_stages=2) as pipe:
+        model[1][0] = nn.Linear(WIDTH, 5)
+        assert pipe(rows(4)).shape == (4, 5)
+        pipe.step(rows(4))
+        assert model[1][0].weight.grad is not None
+
+
+def run_script(body):
+    head = "import pipeloom as pl, time, torch\nfrom torch import nn\n"
+    command = [sys.executable, "-W", "error", "-c", head + textwrap.dedent(body)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_process_ends_with_a_pipeline_that_nobody_closed():
+    done = run_script(
+        """
+        pipe = pl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2, loss_fn=torch.mean)
+        pipe.step(torch.ones(4, 2))
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_process_ends_while_a_rank_is_busy_in_torch():
+    """A daemon thread that comes back from C++ into an interpreter that is gone would abort the process."""
+    done = run_script(
+        """
+        from pipeloom.runtime import threads
+        threads.GRACE_S = 0.01
+
+        class Busy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return value * 1
+
+            @staticmethod
+            def backward(ctx, grad):
+                time.sleep(1)
+                return grad
+
+        class Layer(nn.Module):
+            def forward(self, value):
+                return Busy.apply(value)
+
+        class Fails(nn.Module):
+            num_calls = 0
+            def forward(self, value):
+                Fails.num_calls += 1
+                if Fails.num_calls == 2:
+                    time.sleep(0.3)
+                    raise ValueError("the second micro-batch")
+                return value
+
+        model = nn.Sequential(nn.Linear(2, 2), Layer(), Fails())
+        pl.Pipeline(model, cuts=[2], num_microbatches=2, loss_fn=torch.mean).step(torch.ones(4, 2))
+        """
+    )
+    assert done.returncode == 1
+    assert "ValueError: the second micro-batch" in done.stderr
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_process_has_threads_of_its_own():
+    done = run_script(
+        """
+        import os
+        pipe = pl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
+        expected = pipe(torch.ones(4, 2))
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(pipe(torch.ones(4, 2)), expected) else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -125,7 +125,7 @@ class KeptInput:
     def __init__(self, message: Message) -> None:
         self._message = message
         self._copies = {
-            position: (leaf._version, _copied(leaf))
+            position: (_version(leaf), _copied(leaf))
             for position, leaf in enumerate(message.leaves)
             if isinstance(leaf, Tensor)
         }
@@ -133,7 +133,7 @@ class KeptInput:
     def forget_unchanged(self) -> None:
         """After the forward: drop the copies of what it did not write into."""
         leaves = self._message.leaves
-        self._copies = {i: each for i, each in self._copies.items() if leaves[i]._version != each[0]}
+        self._copies = {i: each for i, each in self._copies.items() if _version(leaves[i]) != each[0]}
 
     def as_it_was(self) -> Message:
         """The input before the forward."""
@@ -141,6 +141,11 @@ class KeptInput:
         for position, (_, copy) in self._copies.items():
             leaves[position] = copy
         return replace(self._message, leaves=tuple(leaves))
+
+
+def _version(tensor: Tensor) -> int:
+    """What changes with every write; a tensor made in inference mode counts none, and torch lets nobody write."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(tensor: Tensor) -> Tensor:

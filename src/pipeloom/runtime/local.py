@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -15,6 +15,7 @@ from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
 from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.handlers import RankHandlers
+from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.trace import Trace
@@ -50,7 +51,7 @@ class LocalRuntime:
             BaseException: what the first failing rank raised; gradients are then as they were before.
         """
         self.wait_for_late_ranks()
-        changes = GradientChanges(self._stages if context.loss is not None else ())
+        changes = GradientChanges() if context.loss is None else self._changes(context.loss)
         transport = LocalTransport(plan.schedule, plan.channels)
         control = Control(plan.schedule.num_ranks)
         trace = Trace(plan.schedule) if has_trace else None
@@ -74,16 +75,21 @@ class LocalRuntime:
         self.peak_live_slots = tuple(transport.peak_live_slots)
         return (trace.timeline() if trace else None), changes
 
+    def _changes(self, loss: StepLoss) -> GradientChanges:
+        parameters = {stage.index: list(stage.module.parameters()) for stage in self._stages}
+        parameters[len(self._stages) - 1] += loss.rule.parameters  # the last stage computes the loss
+        return GradientChanges({index: GradientScope(found) for index, found in parameters.items()})
+
 
 class GradientChanges:
     """What one step did to the gradients of all stages.
 
     Args:
-        stages: whose gradients the step may change.
+        scopes: per stage, the gradients that the step may change.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.scopes = {stage.index: GradientScope(stage.module.parameters()) for stage in stages}
+    def __init__(self, scopes: Mapping[int, GradientScope] | None = None) -> None:
+        self.scopes = scopes or {}
 
     def finish(self, scale: float) -> None:
         """Scale what was set apart and add it to earlier gradients."""

@@ -46,6 +46,11 @@ class LossRule:
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise LossError(f"loss_fn={self.loss_fn!r} was given; a function loss_fn(output, target) is needed")
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the loss function itself learns."""
+        return list(self.loss_fn.parameters()) if isinstance(self.loss_fn, nn.Module) else []
+
     def called(self, output: Any, target: Any) -> Any:
         """What the loss function returns; it may take the output alone."""
         if self.loss_fn is None:

@@ -6,6 +6,8 @@ the pipeline, so it can be collected; they are daemons, so they never keep a pro
 
 from __future__ import annotations
 
+import atexit
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +22,8 @@ Task = Callable[[], None]
 UndoLate = Callable[[Collection[int]], None]
 GRACE_S = 1.5
 """How long the other ranks may take to end after one failed, before the caller hears of it all the same."""
+EXIT_GRACE_S = 10.0
+"""How long they may take at the end of the process: a thread that is torn out of C++ aborts it."""
 
 
 class RankThreads:
@@ -77,9 +81,9 @@ class RankThreads:
         if self._late is None:
             return
         late = self._late
-        while late.running:
-            late.running.discard(late.done.get()[0])
+        self._wait(late.done, late.running, math.inf)
         self._late = None
+        _LATE.discard(self)
         late.undo(late.ranks)
 
     def close(self) -> None:
@@ -97,6 +101,9 @@ class RankThreads:
         self._threads.clear()
 
     def _start(self) -> None:
+        if not all(thread.is_alive() for thread in self._threads):  # this process was forked from theirs
+            self._threads.clear()
+            self._inboxes.clear()
         while len(self._inboxes) < self._num_ranks:
             rank = len(self._inboxes)
             inbox: SimpleQueue[tuple[Task, _Done] | None] = SimpleQueue()
@@ -114,16 +121,26 @@ class RankThreads:
                 return error
         return None
 
+    @staticmethod
+    def _wait(done: _Done, running: set[int], limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            with suppress(Empty):
+                running.discard(done.get(timeout=min(left_s, threading.TIMEOUT_MAX))[0])
+
+    def wait_at_exit(self) -> None:
+        """Give ranks that are still busy some time to come out of torch before the interpreter goes away."""
+        if self._late is not None:
+            self._wait(self._late.done, self._late.running, EXIT_GRACE_S)
+
     def _end(self, done: _Done, running: set[int], undo: Task, undo_late: UndoLate) -> None:
         """Wait a little for the ranks that still run; remember those that go on."""
-        deadline_s = time.monotonic() + GRACE_S
         try:
-            while running and (left_s := deadline_s - time.monotonic()) > 0:
-                with suppress(Empty):
-                    running.discard(done.get(timeout=left_s)[0])
+            self._wait(done, running, GRACE_S)
         finally:  # the caller may be interrupted again
             if running:
                 self._late = _Late(done, running, frozenset(running), undo_late)
+                _LATE.add(self)
             undo()
 
 
@@ -167,3 +184,12 @@ def _outcome(task: Task) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+_LATE: set[RankThreads] = set()
+
+
+@atexit.register
+def _wait_for_late_ranks() -> None:
+    for ranks in list(_LATE):
+        ranks.wait_at_exit()

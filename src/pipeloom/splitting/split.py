@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeloom.errors import SplitError
+from pipeloom.errors import RuntimeStateError, SplitError
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.unpacking import Signature
 
@@ -60,6 +60,22 @@ class Split:
     def units(self) -> tuple[Unit, ...]:
         """All units, in call order."""
         return tuple(unit for units in self.stages for unit in units)
+
+    def check_unchanged(self) -> None:
+        """Raise if the model has got other layers since it was cut.
+
+        Raises:
+            RuntimeStateError: a layer was replaced, added or removed; the stages would run the old ones.
+        """
+        now = [(name, id(child)) for name, child in self.root._modules.items() if child is not None]
+        then = [(unit.name, id(unit.module)) for unit in self.units]
+        if now != then and self.units[0].module is not self.root:
+            changed = sorted({name for name, _ in set(now) ^ set(then)})
+            raise RuntimeStateError(
+                f"layers {', '.join(changed)} of the model were replaced, added or removed after it was cut; "
+                "the stages would run the old ones",
+                "unwrap() the pipeline, change the model, and make a new one",
+            )
 
 
 def split(

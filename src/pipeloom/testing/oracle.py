@@ -68,7 +68,7 @@ def sequential_step(
     ambient = Ambient.capture()
 
     def run() -> Tensor:
-        scope = GradientScope(whole.module.parameters())
+        scope = GradientScope([*whole.module.parameters(), *rule.parameters])
         with ambient.entered():
             for i in order or range(num_microbatches):
                 one_microbatch(i)
