@@ -1,5 +1,7 @@
 """What is intercepted: every operator that draws, below modes and subclasses too, and nothing else."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,17 @@ def test_a_draw_outside_is_torchs_own(name: str) -> None:
     before = torch.get_rng_state()
     DRAWS[name]()
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_entering_and_leaving_takes_and_gives_back_every_reference() -> None:
+    stream = CountingStream()
+    before, nones = sys.getrefcount(stream), sys.getrefcount(None)
+    for _ in range(100):
+        with entered(stream), entered(None), entered(stream):
+            assert current_stream() is stream
+    # What the thread keeps is None; a stolen reference to it would end the process one day.
+    assert sys.getrefcount(stream) == before
+    assert abs(sys.getrefcount(None) - nones) < 50
 
 
 def test_the_values_are_those_of_the_generator() -> None:

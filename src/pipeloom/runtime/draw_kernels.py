@@ -13,6 +13,8 @@ which autograd takes along to the threads that run a backward on GPUs.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,10 +62,31 @@ class entered:  # noqa: N801  (a context manager; a class, because every call of
 
     def __enter__(self) -> None:
         self._outer = current_stream()
-        torch._C._stash_obj_in_tls(_STREAM, self._stream)
+        _stash(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_STREAM, self._outer)
+        _stash(self._outer)
+
+
+def _stash(stream: Stream | None) -> None:
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+    torch._C._stash_obj_in_tls(_STREAM, stream)
+
+
+def _stash_steals() -> bool:
+    """torch 2.9 releases what was stashed without having taken a reference (2.13 takes one): found by trying.
+
+    To be removed when the oldest torch of the range takes one.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_STREAM, probe)
+    steals = sys.getrefcount(probe) == before
+    for stolen in (probe, None) if steals else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stolen))
+    torch._C._stash_obj_in_tls(_STREAM, None)
+    return steals
 
 
 def _find_drawing_overloads() -> tuple[OpOverload, ...]:
@@ -175,5 +198,6 @@ def _default_of(device: torch.device) -> torch.Generator:
     return default
 
 
+_STASH_STEALS = _stash_steals()
 DRAWING_OVERLOADS = _find_drawing_overloads()
 _LIBRARY = _register()
