@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.draws import DrawKey, drawing, drawing_in_backward
 from pipeloom.runtime.gradients import GradientScope
-from pipeloom.runtime.losses import LossFn, LossRule, Reduction
-from pipeloom.runtime.microbatches import split_batch
+from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
+from pipeloom.runtime.microbatches import MicrobatchInputs, split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Ties, split
 
 
-def sequential_step(
+def sequential_step(  # long: what each argument means, once each
     model: nn.Module | Sequence[nn.Module],
     *args: Any,
     num_microbatches: int,
@@ -59,43 +60,50 @@ def sequential_step(
         The loss of the batch, a detached scalar.
     """
     made = split(model, num_stages=num_stages, cuts=cuts)
-    ties = Ties(made)
-    whole = Stage(0, made.units, is_first=True)
     inputs = split_batch(args, kwargs, target, num_microbatches)
-    targets = [each.target for each in inputs]
     rule = LossRule(loss_fn, loss_reduction, loss_count)
-    loss = rule.for_step([each.num_samples for each in inputs], targets, loss_scale)
-    ambient = Ambient.capture()
-
-    def run() -> Tensor:
-        scope = GradientScope([*whole.module.parameters(), *rule.parameters])
-        with ambient.entered():
-            for i in order or range(num_microbatches):
-                one_microbatch(i)
-                if loss.is_deferred:
-                    scope.set_apart()
-                run_backward(i)
-            scope.finish(loss.final_scale if loss.is_deferred else 1.0)
-            ties.gather()
-        return loss.total()
-
-    scalars: dict[int, Tensor] = {}
-
-    def one_microbatch(i: int) -> None:
-        keys = [DrawKey(seed, step_index, 0, i, unit.name) for unit in whole.units]
-        with ambient.autocast():
-            output = whole((inputs[i].args, inputs[i].kwargs), keys)
-            with drawing(DrawKey(seed, step_index, 0, i, "loss_fn")):
-                scalars[i] = loss.compute(i, output, targets[i])
-
-    def run_backward(i: int) -> None:
-        scalar = scalars.pop(i)
-        with drawing_in_backward(DrawKey(seed, step_index, 0, i, "backward")):
-            torch.autograd.backward(scalar, torch.full_like(scalar, loss.seed(i)))
-
-    # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
+    loss = rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
+    ties = Ties(made)
     try:
+        oracle = _Oracle(Stage(0, made.units, is_first=True), inputs, loss, Ambient.capture(), seed, step_index)
+        scope = GradientScope([*oracle.whole.module.parameters(), *rule.parameters])
+        # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
         with ThreadPoolExecutor(1) as executor:
-            return executor.submit(run).result()
+            executor.submit(oracle.run, order or range(num_microbatches), scope).result()
+        ties.gather()
     finally:
         ties.undo()
+    return loss.total()
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """One step of a whole model, micro-batch after micro-batch."""
+
+    whole: Stage
+    inputs: Sequence[MicrobatchInputs]
+    loss: StepLoss
+    ambient: Ambient
+    seed: int
+    step_index: int
+
+    def run(self, order: Sequence[int], scope: GradientScope) -> None:
+        with self.ambient.entered():
+            for microbatch in order:
+                scalar = self.forward(microbatch)
+                if self.loss.is_deferred:
+                    scope.set_apart()
+                with drawing_in_backward(self.key(microbatch, "backward")):
+                    torch.autograd.backward(scalar, torch.full_like(scalar, self.loss.seed(microbatch)))
+            scope.finish(self.loss.final_scale if self.loss.is_deferred else 1.0)
+
+    def forward(self, microbatch: int) -> Tensor:
+        inputs = self.inputs[microbatch]
+        keys = [self.key(microbatch, unit.name) for unit in self.whole.units]
+        with self.ambient.autocast():
+            output = self.whole((inputs.args, inputs.kwargs), keys)
+            with drawing(self.key(microbatch, "loss_fn")):
+                return self.loss.compute(microbatch, output, inputs.target)
+
+    def key(self, microbatch: int, unit: str) -> DrawKey:
+        return DrawKey(self.seed, self.step_index, 0, microbatch, unit)
