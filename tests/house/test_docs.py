@@ -96,6 +96,13 @@ def test_every_fence_says_what_it_holds(page: Path) -> None:
     assert {*fences[1::2]} <= {""}
 
 
+def test_every_decision_is_listed_under_its_title() -> None:
+    folder = ROOT / "docs/decisions"
+    listed = re.findall(r"^\| \[\d{4}\]\((.*?)\) \|", (folder / "README.md").read_text(), re.M)
+    assert listed == sorted(path.name for path in folder.glob("0*.md"))
+    assert all((folder / name).read_text().startswith(f"# {name[:4]}: ") for name in listed)
+
+
 def test_training_page_lists_every_key_with_its_default() -> None:
     from pipeloom.train.config import TrainingConfig
 

@@ -102,3 +102,39 @@ def test_constraints_pin_torch_and_name_no_host() -> None:
     pins = [line for line in lines if not line.startswith("#")]
     assert "torch==2.13.0" in pins
     assert not [pin for pin in pins if not pin.replace("-", "_").replace("==", "").replace(".", "").isidentifier()]
+
+
+MAKE = """#!/bin/sh
+# Stands in for make: says what it was asked, and fails at the targets named in $FAILS.
+shift
+[ "$1" = test ] && echo "== 3 passed in 0.01s =="
+[ "$1" = test ] || echo "make $1"
+case " $FAILS " in *" $1 "*) echo "make: *** [Makefile:1: $1] Error 1" >&2; exit 2 ;; esac
+"""
+
+
+def ci(folder: Path, fails: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `.ci/run` with a make that only pretends."""
+    (folder / "make").write_text(MAKE)
+    (folder / "make").chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "FAILS": fails}
+    return subprocess.run([str(ROOT / ".ci" / "run")], env=env, capture_output=True, text=True, check=False)
+
+
+def test_ci_ends_with_the_summary_of_the_tests(tmp_path: Path) -> None:
+    ran = ci(tmp_path)
+    assert ran.stdout.splitlines() == ["make venv", "make lint", "== 3 passed in 0.01s =="]
+    assert ran.returncode == 0
+
+
+@pytest.mark.parametrize("fails", ["lint", "test", "lint test"])
+def test_ci_fails_with_any_part_and_still_ends_with_the_tests(fails: str, tmp_path: Path) -> None:
+    ran = ci(tmp_path, fails)
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines()[-1] == "== 3 passed in 0.01s =="
+
+
+def test_ci_stops_without_an_environment(tmp_path: Path) -> None:
+    ran = ci(tmp_path, "venv")
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines() == ["make venv"]
