@@ -124,6 +124,17 @@ def test_two_stages_of_a_rank_hand_over_without_a_transfer():
     assert rank.outbox.sent == {}
 
 
+def test_recompute_keeps_no_second_copy_of_its_input():
+    """Another address may round differently, and a copy is needed only where the forward wrote into its input."""
+    addresses = []
+    rank = Rank([1], recompute=True)
+    rank.model[1].register_forward_pre_hook(lambda _, args: addresses.append(args[0].data_ptr()))
+    message, _ = Message.of(torch.ones(1, 2, requires_grad=True) * 1)
+    rank.run(Kind.FORWARD, 1, 0, message)
+    rank.run(Kind.RECOMPUTE, 1)
+    assert addresses == [message.leaves[0].data_ptr()] * 2
+
+
 def test_recompute_uses_the_draws_of_the_forward():
     seen = []
     rank = Rank([2], recompute=True, loss_fn=lambda output: seen.append(torch.rand(3)) or output.sum())

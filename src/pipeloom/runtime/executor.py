@@ -63,6 +63,5 @@ def execute(
                 f"raised on rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}"
             )
             raise
-        del arrived  # or it would live on while the next action waits
         if trace is not None:
             trace.record(rank, position, start_s, clock())
