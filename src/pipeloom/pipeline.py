@@ -35,7 +35,8 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential`, or a list with one module per stage; each stage's output (a tensor, or a tuple or
-            dict of tensors) is the next one's input.
+            dict of tensors) is the next one's input. A module of a list whose forward takes several arguments gets
+            a tuple, or a dict with their names, unpacked.
         num_stages: how many stages a Sequential is cut into; balanced by parameters.
         schedule: a name, or a `Schedule` of F and B for exactly ``num_microbatches``.
         num_microbatches: parts that each batch is cut into; by default the schedule's, or one per stage.
@@ -152,7 +153,8 @@ class Pipeline:
         """Run the forward and backward of every micro-batch; gradients add up in ``.grad`` as torch's do.
 
         Args:
-            args: the model's inputs, tensors ``(batch, ...)`` on any device.
+            args: the model's inputs, tensors ``(batch, ...)`` on any device; those that require a gradient get it,
+                once for the whole batch.
             target: the loss function's second argument, ``(batch, ...)``.
             loss_scale: multiplies the gradients, not the returned loss.
             return_outputs: also return the merged outputs of the last stage, detached.
@@ -163,8 +165,9 @@ class Pipeline:
 
         Raises:
             BatchError: the batch cannot be cut into ``num_microbatches``.
-            LossError: a target is missing, a loss is no scalar, or not finite (`NonFiniteLoss`).
-            RuntimeStateError: the pipeline is closed or in use, or gradients are switched off.
+            LossError: a target is missing or brings a graph, a loss is no scalar, depends on no parameter, or is not
+                finite (`NonFiniteLoss`).
+            RuntimeStateError: the pipeline is closed or in use, its model changed, or gradients are switched off.
             Exception: what a stage raised, with a note that says where. Gradients are then as before the step.
         """
         if not torch.is_grad_enabled():
