@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from pipeloom.ir import Action
 
 
-class Aborted(Exception):  # noqa: N818 - not an error of this rank: another one failed, or the user stopped the step
+class Aborted(Exception):
     """This rank was told to stop."""
 
 
