@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pipeloom.ir import Action, Kind, Program, Schedule
-
-_USES_ACTIVATIONS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+from pipeloom.ir.relations import needs
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -18,12 +17,13 @@ def add_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
     A forward-only schedule has no backward, so it stays as it is.
     """
-    return schedule.with_programs(_with_recompute(program, stages, schedule.actions) for program in schedule.programs)
+    return schedule.with_programs(_with_recompute(schedule, program, stages) for program in schedule.programs)
 
 
-def _with_recompute(program: Program, stages: Collection[int], held: Collection[Action]) -> Iterator[Action]:
+def _with_recompute(schedule: Schedule, program: Program, stages: Collection[int]) -> Iterator[Action]:
     for action in program:
         again = Action(Kind.RECOMPUTE, action.stage, action.microbatch)
-        if action.stage in stages and action.kind in _USES_ACTIVATIONS and again not in held:
+        uses_activations = any(again in need for need in needs(action, schedule.num_stages))
+        if uses_activations and action.stage in stages and again not in schedule.actions:
             yield again
         yield action

@@ -10,13 +10,11 @@ interleaved 1F1B makes them, would wait for each other for ever.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from pipeloom.ir import Action, Kind, Program, Schedule
+from pipeloom.ir import Action, Program, Schedule
 from pipeloom.ir.progress import Run
-from pipeloom.ir.relations import channel_of, counterpart, needs
-
-_SEND_AFTER = {Kind.FORWARD: Kind.SEND_F, Kind.BACKWARD: Kind.SEND_B, Kind.INPUT_GRAD: Kind.SEND_B}
+from pipeloom.ir.relations import channel_of, counterpart, needs, waits_for
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
@@ -30,7 +28,8 @@ def add_transfers(schedule: Schedule) -> Schedule:
     if schedule.is_lowered:
         return schedule
     consumers = _consumers(schedule)
-    sent = [tuple(_with_sends(program, consumers)) for program in schedule.programs]
+    sends = _sends(schedule, consumers)
+    sent = [tuple(_with_sends(program, sends)) for program in schedule.programs]
     late = schedule.with_programs(_with_receives(schedule, rank, sent, consumers) for rank in range(len(sent)))
     return _posted_in_time(late)
 
@@ -50,13 +49,17 @@ def _is_between_ranks(schedule: Schedule, receive: Action) -> bool:
     return schedule.rank_of(receive.stage) != schedule.rank_of(counterpart(receive).stage)
 
 
-def _with_sends(program: Program, consumers: dict[Action, Action]) -> Iterator[Action]:
+def _sends(schedule: Schedule, receives: Iterable[Action]) -> dict[Action, Action]:
+    """Per action that makes a value for another rank, the send that follows it."""
+    sends = map(counterpart, receives)
+    return {made_by: send for send in sends for made_by in waits_for(send, schedule.num_stages, schedule.actions)}
+
+
+def _with_sends(program: Program, sends: dict[Action, Action]) -> Iterator[Action]:
     for action in program:
         yield action
-        kind = _SEND_AFTER.get(action.kind)
-        send = Action(kind, action.stage, action.microbatch) if kind else None
-        if send and counterpart(send) in consumers:
-            yield send
+        if action in sends:
+            yield sends[action]
 
 
 def _with_receives(
