@@ -33,7 +33,7 @@ class Programs:
         self._num_stages = num_stages
         self.recomputed = _stages_with_recompute(recompute, num_stages)
         self._plans: dict[tuple[int, bool], Plan] = {}
-        self.placement: Placement = self.training(self.checked(None)).schedule.placement
+        self.placement: Placement = self._made(self.checked(None)).placement
 
     def checked(self, num_microbatches: int | None) -> int:
         """A number of micro-batches that can be run; None: the schedule's own, or one per stage.

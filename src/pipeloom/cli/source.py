@@ -66,10 +66,10 @@ def shape(num_ranks: int | None, num_stages: int | None, stages_per_rank: int | 
     Raises:
         UnsupportedShape: too few were given, or they do not fit.
     """
-    if num_ranks is None and num_stages is None:
-        raise UnsupportedShape("the number of stages is missing", "give --stages N or --ranks N")
     if num_stages is None:
-        return num_ranks or 1, stages_per_rank or 1
+        if num_ranks is None:
+            raise UnsupportedShape("the number of stages is missing", "give --stages N or --ranks N")
+        return num_ranks, stages_per_rank or 1
     if num_ranks is None:
         return _divided(num_stages, stages_per_rank or 1, "stages per rank"), stages_per_rank or 1
     if stages_per_rank not in (None, num_stages / num_ranks):

@@ -26,17 +26,23 @@ def schedule(
     """Make the schedule of that name.
 
     Args:
-        name: ``"gpipe"`` or ``"1f1b"``, in any case.
+        name: a key of `GENERATORS`, in any case.
         num_ranks: how many ranks the pipeline has, at least 1.
         num_microbatches: how many micro-batches one step has, at least 1.
-        stages_per_rank: both schedules hold one stage per rank.
+        stages_per_rank: 1 is all that any schedule here has.
         forward_only: leave the backwards out, for evaluation.
 
     Raises:
         UnknownSchedule: no schedule has that name; near names are offered.
         UnsupportedShape: the schedule does not exist for these counts.
     """
-    made = generator(name)(num_ranks, num_microbatches) if stages_per_rank == 1 else _refuse(name, stages_per_rank)
+    generate = generator(name)
+    if stages_per_rank != 1:
+        raise UnsupportedShape(
+            f"schedule {name!r} was asked for with {stages_per_rank} stages per rank; it holds exactly 1 on each",
+            "leave the stages per rank at 1, or use as many ranks as stages",
+        )
+    made = generate(num_ranks, num_microbatches)
     return without_backward(made) if forward_only else made
 
 
@@ -51,11 +57,3 @@ def generator(name: str) -> Generator:
         known = ", ".join(GENERATORS)
         raise UnknownSchedule(f"schedule {name!r} is unknown; the known ones are {known}", near(name, GENERATORS))
     return found
-
-
-def _refuse(name: str, stages_per_rank: int) -> Schedule:
-    generator(name)
-    raise UnsupportedShape(
-        f"schedule {name!r} was asked for with {stages_per_rank} stages per rank; it holds exactly 1 on each",
-        "leave the stages per rank at 1, or use as many ranks as stages",
-    )
