@@ -7,7 +7,7 @@ import pipeloom as pl
 from pipeloom.ir import Kind
 from pipeloom.testing import virtual_costs, virtual_stages
 
-TICK_S = 0.1
+TICK_S = 0.2
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 
