@@ -3,7 +3,9 @@
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from random import random as bound_random
 
 import numpy as np
@@ -91,6 +93,37 @@ def test_another_threads_numpy_waits_until_the_unit_is_done() -> None:
     call(ForeignDraws(), loader.start)
     loader.join()
     assert np.random.get_state()[2] != before
+
+
+@pytest.mark.parametrize("wait", ["join", "queue", "event", "sleep"])
+def test_a_unit_may_wait_for_a_thread_that_draws_by_numpy(wait: str) -> None:
+    """A layer that reads from a prefetcher hung for ever: it held the lock for which its own thread was waiting."""
+    queue: SimpleQueue[float] = SimpleQueue()
+    is_drawn = threading.Event()
+
+    def draw() -> None:
+        queue.put(np.random.rand())
+        is_drawn.set()
+
+    def waits() -> None:
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        {
+            "join": lambda: thread.join(10),
+            "queue": lambda: queue.get(timeout=10),
+            "event": lambda: is_drawn.wait(10),
+            "sleep": lambda: any(is_drawn.is_set() or time.sleep(0.001) for _ in range(9999)),
+        }[wait]()
+        assert is_drawn.wait(10)
+
+    foreign = ForeignDraws()
+    call(foreign, waits)
+    assert foreign._watched == {"blocks.3"}
+
+
+def test_a_unit_that_draws_before_it_waits_is_refused() -> None:
+    with pytest.raises(DrawError, match="numpy's global generator"):
+        call(ForeignDraws(), lambda: (np.random.rand(), elsewhere(np.random.rand)))
 
 
 def test_a_unit_is_not_watched_while_another_thread_holds_numpys_lock() -> None:

@@ -7,6 +7,9 @@ thread; numpy by comparing its state while this thread holds numpy's own lock, s
 
 Watching costs, so it is for the first call. A unit that starts to draw later moves the state during a step in which
 nothing moved it before: then all units are watched once more.
+
+A unit may wait for a thread that draws from numpy (a prefetcher, a pool), which waits for that lock: so the lock is let
+go before the unit's thread waits for anything.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +35,13 @@ _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every
 
 _COMPILER = "torch._dynamo.convert_frame"
 
+_WAITED_FOR = (type(threading.Lock()), type(threading.RLock()), SimpleQueue)
+"""Whatever waits for a thread does so in a method of one of these (or looks again and again after a `time.sleep`)."""
+
 
 @dataclass(slots=True)
-class _Watch:
-    """What was seen of one generator during one call; a watch that could not be kept saw nothing."""
+class _PythonWatch:
+    """What was seen of Python's generator during one call; a watch that could not be kept saw nothing."""
 
     is_seen: bool
     num_draws: int = 0
@@ -55,9 +64,14 @@ class ForeignDraws:
 
     @contextmanager
     def _watching(self, key: DrawKey) -> Iterator[None]:
-        with _python_draws() as python, _numpy_draws() as numpy:
-            yield
-        if python.num_draws or numpy.num_draws:
+        # Without a profile function nobody tells when the unit waits.
+        numpy = _NumpyWatch(None if sys.getprofile() else _numpy_generator())
+        try:
+            with _python_draws(numpy.end) as python:
+                yield
+        finally:
+            numpy.end()
+        if python.num_draws or numpy.has_moved:
             raise _refusal(key, "Python's `random`" if python.num_draws else "numpy's global generator")
         if python.is_seen and numpy.is_seen:
             self._watched.add(key.unit)
@@ -85,19 +99,22 @@ def _refusal(key: DrawKey, source: str) -> DrawError:
 
 
 @contextmanager
-def _python_draws() -> Iterator[_Watch]:
-    """Count calls of Python's global generator by this thread."""
+def _python_draws(end_numpy: Callable[[], None]) -> Iterator[_PythonWatch]:
+    """Count calls of Python's global generator by this thread; ``end_numpy`` is called before the thread waits."""
     # A profiler of the user's goes first: it is there now, and the unit's next call comes soon.
-    watch = _Watch(is_seen=sys.getprofile() is None)
+    watch = _PythonWatch(is_seen=sys.getprofile() is None)
 
     def note(frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
-            is_draw = getattr(function, "__self__", None) is _PYTHON and function.__name__ != "getstate"
-            watch.num_draws += is_draw
+            owner = getattr(function, "__self__", None)
+            watch.num_draws += owner is _PYTHON and function.__name__ != "getstate"
+            if isinstance(owner, _WAITED_FOR) or function is time.sleep:
+                end_numpy()
         elif event == "call" and frame.f_globals.get("__name__") == _COMPILER:
             # It runs for seconds, all of it Python: the next call is soon enough.
             watch.is_seen = False
             sys.setprofile(None)
+            end_numpy()
 
     if not watch.is_seen:
         yield watch
@@ -109,25 +126,28 @@ def _python_draws() -> Iterator[_Watch]:
         sys.setprofile(None)
 
 
-@contextmanager
-def _numpy_draws() -> Iterator[_Watch]:
-    """Whether numpy's global generator moved, with other threads kept from moving it."""
-    generator = _numpy_generator()
-    if generator is None:
-        yield _Watch(is_seen=True)
-        return
-    lock = generator._bit_generator.lock
-    # A rank that waits for another one inside a unit must not wait for this lock as well.
-    watch = _Watch(is_seen=lock.acquire(blocking=False))
-    if not watch.is_seen:
-        yield watch
-        return
-    try:
-        before = _numpy_state(generator)
-        yield watch
-        watch.num_draws = int(_numpy_state(generator) != before)
-    finally:
-        lock.release()
+class _NumpyWatch:
+    """Whether numpy's global generator moved, with other threads kept from moving it until `end`.
+
+    Args:
+        generator: the one behind ``numpy.random``; None as long as nothing imported numpy.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._lock = None if generator is None else generator._bit_generator.lock
+        # A rank that waits for another one inside a unit must not wait for this lock as well.
+        self._is_held = self._lock is not None and self._lock.acquire(blocking=False)
+        self._before = _numpy_state(generator) if self._is_held else b""
+        self.is_seen = self._lock is None or self._is_held
+        self.has_moved = False
+
+    def end(self) -> None:
+        """Look, and let the others draw; what the unit draws after that is not seen in this call."""
+        if self._is_held:
+            self._is_held = False
+            self.has_moved = _numpy_state(self._generator) != self._before
+            self._lock.release()
 
 
 def _numpy_generator() -> Any:
