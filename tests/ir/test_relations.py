@@ -4,8 +4,9 @@ import pytest
 
 from pipeloom.ir import Action, Kind, Placement, Schedule
 from pipeloom.ir.notation import parse_action
-from pipeloom.ir.relations import channel_of, counterpart, needs, resolve, stage_needs, waits_for
-from tests.texts import zb_h1
+from pipeloom.ir.relations import channel_of, counterpart, needs, resolve, stage_needs, takes, waits_for
+from pipeloom.passes import add_transfers
+from tests.texts import schedule_of, zb_h1
 
 TRANSFERS = [kind for kind in Kind if not kind.is_compute]
 
@@ -103,3 +104,26 @@ def test_weight_gradient_is_waited_for_by_nobody() -> None:
     schedule = zb_h1()
     waited = {need for action in schedule for need in waits_for(action, 4, schedule.actions)}
     assert {action.kind for action in schedule.actions - waited} == {Kind.WEIGHT_GRAD}
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        ("0F0", []),
+        ("1F0", ["1RECV_F0"]),
+        ("1SEND_F0", ["1F0"]),
+        ("1RECV_B0", []),
+        ("1I0", ["1RECV_B0"]),
+        ("1SEND_B0", ["1I0"]),
+        ("1W0", []),
+        ("3I0", []),
+    ],
+)
+def test_values_are_taken_over_and_activations_stay(action: str, expected: list[str]) -> None:
+    assert [str(found) for found in takes(parse_action(action), add_transfers(zb_h1()))] == expected
+
+
+def test_stages_of_one_rank_take_from_each_other() -> None:
+    schedule = schedule_of("0F0 1F0 1R0 1B0 0B0", ranks=(0, 0))
+    taken = {str(action): [str(found) for found in takes(action, schedule)] for action in schedule}
+    assert taken == {"0F0": [], "1F0": ["0F0"], "1R0": [], "1B0": [], "0B0": ["1B0"]}

@@ -9,6 +9,7 @@ from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
 from pipeloom.runtime.trace import Trace
 from pipeloom.runtime.transport import Aborted
+from tests.texts import schedule_of
 
 
 def lowered(num_ranks=3, num_microbatches=2, recomputed=()):
@@ -31,6 +32,7 @@ class Recorded:
         self.log.append((str(action), *arrived))
         if str(action) == self.fail_at:
             raise self.error
+        return f"made by {action}"
 
     @property
     def handlers(self):
@@ -52,8 +54,14 @@ def test_consumers_get_what_was_received_for_them():
     log = Recorded().run(lowered(), 1)
     assert ("1F0", "message of 1RECV_F0") in log
     assert ("1B0", "message of 1RECV_B0") in log
-    assert ("1SEND_F0",) in log
+    assert ("1SEND_F0", "made by 1F0") in log
+    assert ("1RECV_F0",) in log
     assert log[log.index(("1F0", "message of 1RECV_F0")) - 1] == "take 1RECV_F0"
+
+
+def test_stages_of_one_rank_hand_over_without_the_transport():
+    log = Recorded().run(schedule_of("0F0 1F0 1R0 1B0 0B0", ranks=(0, 0)), 0)
+    assert log == [("0F0",), ("1F0", "made by 0F0"), ("1R0",), ("1B0",), ("0B0", "made by 1B0")]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -72,6 +72,20 @@ def waits_for(action: Action, num_stages: int, held: Collection[Action]) -> Iter
             yield found
 
 
+def takes(action: Action, schedule: Schedule) -> Iterator[Action]:
+    """The actions of its rank whose values ``action`` takes over; what stays on a stage for its backward is no such.
+
+    Args:
+        action: of ``schedule``.
+        schedule: with its transfers.
+    """
+    if action.kind.is_recv:
+        return
+    for need in waits_for(action, schedule.num_stages, schedule.actions):
+        if need.kind.is_recv or action.kind.is_send or need.stage != action.stage:
+            yield need
+
+
 def counterpart(action: Action) -> Action:
     """The other end of a transfer: the receive of a send, the send of a receive.
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from pipeloom.ir.action import Action
-from pipeloom.ir.relations import waits_for
+from pipeloom.ir.relations import takes
 from pipeloom.ir.schedule import Schedule
 
 
 def receives_used_by(action: Action, schedule: Schedule) -> Iterator[Action]:
     """The receives whose values ``action`` consumes."""
-    return (need for need in waits_for(action, schedule.num_stages, schedule.actions) if need.kind.is_recv)
+    return (source for source in takes(action, schedule) if source.kind.is_recv)
 
 
 def peak_receive_slots(schedule: Schedule) -> tuple[int, ...]:

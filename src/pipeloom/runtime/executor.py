@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeloom.ir import Action, Kind, Schedule
-from pipeloom.ir.relations import channel_of
-from pipeloom.ir.slots import receives_used_by
+from pipeloom.ir.relations import channel_of, takes
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.trace import Trace, clock
 from pipeloom.runtime.transport.base import Aborted, Transport
 
-Handler = Callable[[Action, tuple[Any, ...]], None]
+Handler = Callable[[Action, tuple[Any, ...]], Any]
+"""Does an action with the values that it takes over; returns what it made, None if nobody takes that over."""
 Step = tuple[Action, tuple[Action, ...]]
+"""An action, and the actions of its rank whose values it takes over."""
 
 
 class Plan:
@@ -30,8 +31,7 @@ class Plan:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.steps: tuple[tuple[Step, ...], ...] = tuple(
-            tuple((action, tuple(receives_used_by(action, schedule))) for action in program)
-            for program in schedule.programs
+            tuple((action, tuple(takes(action, schedule))) for action in program) for program in schedule.programs
         )
         self.channels = frozenset(channel_of(action, schedule) for action in schedule if action.kind.is_send)
 
@@ -50,12 +50,13 @@ def execute(
         Aborted: another rank failed, or the user stopped the step.
         BaseException: whatever a handler raised, with a note that names rank, stage, micro-batch and action.
     """
-    for position, (action, receives) in enumerate(plan.steps[rank]):
+    made: dict[Action, Any] = {}
+    for position, (action, sources) in enumerate(plan.steps[rank]):
         control.check(rank, action)
-        arrived = tuple(transport.take(receive) for receive in receives)
+        given = tuple(transport.take(each) if each.kind.is_recv else made.pop(each) for each in sources)
         start_s = clock()
         try:
-            handlers[action.kind](action, arrived)
+            made[action] = handlers[action.kind](action, given)
         except Aborted:
             raise
         except BaseException as error:
@@ -63,5 +64,6 @@ def execute(
                 f"raised on rank {rank}, stage {action.stage}, micro-batch {action.microbatch}, action {action}"
             )
             raise
+        del given  # or a rank that waits for its next value would keep this one
         if trace is not None:
             trace.record(rank, position, start_s, clock())

@@ -1,4 +1,7 @@
-"""What each kind of action does on a rank."""
+"""What each kind of action does on a rank: from the values that it takes over to the one that it makes.
+
+What a stage keeps from its forward to its backward stays here; who takes what from whom is the executor's to know.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.transport.base import Transport
-
-_Place = tuple[Kind, int, int]
 
 
 @dataclass(slots=True)
@@ -62,7 +63,6 @@ class RankHandlers:
         self._context = context
         self._held: dict[tuple[int, int], _Held] = {}
         self._sources: dict[tuple[int, int], KeptInput] = {}
-        self._outgoing: dict[_Place, Message] = {}
 
     @property
     def table(self) -> dict[Kind, Handler]:
@@ -72,24 +72,24 @@ class RankHandlers:
             Kind.FORWARD: self.forward if is_training else self.evaluate,
             Kind.BACKWARD: self.backward,
             Kind.RECOMPUTE: self.recompute,
-            Kind.SEND_F: lambda action, _: self._send(action, Kind.FORWARD),
-            Kind.SEND_B: lambda action, _: self._send(action, Kind.BACKWARD),
-            Kind.RECV_F: lambda action, _: self._transport.post(action),
-            Kind.RECV_B: lambda action, _: self._transport.post(action),
+            Kind.SEND_F: self.send,
+            Kind.SEND_B: self.send,
+            Kind.RECV_F: self.receive,
+            Kind.RECV_B: self.receive,
         }
 
-    def evaluate(self, action: Action, arrived: tuple[Any, ...]) -> None:
+    def evaluate(self, action: Action, given: tuple[Any, ...]) -> Message | None:
         """F without a graph."""
         stage = self._stages[action.stage]
-        output = self._call(stage, action.microbatch, self._source(action, arrived).value())
+        output = self._call(stage, action.microbatch, self._source(action, given).value())
         if action.stage == self._last:
             self._context.outputs[action.microbatch] = detached(output)
-        else:
-            self._outgoing[(Kind.FORWARD, action.stage, action.microbatch)] = Message.of(output)[0]
+            return None
+        return Message.of(output)[0]
 
-    def forward(self, action: Action, arrived: tuple[Any, ...]) -> None:
+    def forward(self, action: Action, given: tuple[Any, ...]) -> Message | None:
         """F: keep the graph for B; or, with recompute, nothing but the stage's input."""
-        place, source = (action.stage, action.microbatch), self._source(action, arrived)
+        place, source = (action.stage, action.microbatch), self._source(action, given)
         if self._stages[action.stage].has_recompute:
             self._sources[place] = kept = KeptInput(source)
             # With its graph, which dies here: a forward may differentiate, and R needs as much memory anyway.
@@ -97,8 +97,7 @@ class RankHandlers:
             kept.forget_unchanged()
         else:
             self._held[place], message = self._run(action, source)
-        if message is not None:
-            self._outgoing[(Kind.FORWARD, *place)] = message
+        return message
 
     def recompute(self, action: Action, _: tuple[Any, ...]) -> None:
         """R: the forward again from its input, with the same random draws; buffers are not updated twice."""
@@ -106,28 +105,37 @@ class RankHandlers:
         with frozen_buffers(self._stages[action.stage].module):
             self._held[place], _message = self._run(action, self._sources.pop(place).as_it_was())
 
-    def backward(self, action: Action, arrived: tuple[Any, ...]) -> None:
+    def backward(self, action: Action, given: tuple[Any, ...]) -> Message | None:
         """B: gradients of the parameters, and of the input for the stage before."""
         loss = self._step_loss
         if loss.is_deferred:
             self._scopes[action.stage].set_apart()
         held = self._held.pop((action.stage, action.microbatch))
-        grads = self._output_grads(action, arrived, held, loss)
+        grads = self._output_grads(action, given, held, loss)
         with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):
             run_backward(held.outputs, grads)
         passed_on = tuple(None if each is None else each.grad for each in held.inputs)
         if action.stage == 0:
             self._context.input_grads[action.microbatch] = passed_on
-        else:
-            self._outgoing[(Kind.BACKWARD, action.stage, action.microbatch)] = Message(passed_on, None, ())
+            return None
+        return Message(passed_on, None, ())
+
+    def send(self, action: Action, given: tuple[Any, ...]) -> None:
+        """SEND: post what the stage made."""
+        self._transport.send(action, *given)
+
+    def receive(self, action: Action, _: tuple[Any, ...]) -> None:
+        """RECV: post a place for what another rank sends."""
+        self._transport.post(action)
 
     def _output_grads(
-        self, action: Action, arrived: tuple[Any, ...], held: _Held, loss: StepLoss
+        self, action: Action, given: tuple[Any, ...], held: _Held, loss: StepLoss
     ) -> tuple[Tensor | None, ...]:
         if action.stage == self._last:
             return (torch.full_like(held.outputs[0], loss.seed(action.microbatch)),)
-        message = self._message(arrived, (Kind.BACKWARD, action.stage + 1, action.microbatch))
-        return message.to(self._stages[action.stage].device).leaves
+        (message,) = given
+        leaves: tuple[Tensor | None, ...] = message.to(self._stages[action.stage].device).leaves
+        return leaves
 
     def _run(self, action: Action, source: Message) -> tuple[_Held, Message | None]:
         """One stage's forward under autograd: what B needs, and what the next stage gets."""
@@ -161,21 +169,13 @@ class RankHandlers:
             error.add_note(f"stage {stage.index} was given: {described(value)}")
             raise
 
-    def _source(self, action: Action, arrived: tuple[Any, ...]) -> Message:
-        """The input of a stage: the model's, or what the stage before sent or left here."""
-        device = self._stages[action.stage].device
+    def _source(self, action: Action, given: tuple[Message, ...]) -> Message:
+        """The input of a stage: the model's, or what the stage before made."""
         if action.stage == 0:
             inputs = self._context.inputs[action.microbatch]
-            return Message.of_inputs(inputs.args, inputs.kwargs).to(device)
-        return self._message(arrived, (Kind.FORWARD, action.stage - 1, action.microbatch)).to(device)
-
-    def _message(self, arrived: tuple[Any, ...], place: _Place) -> Message:
-        """What was received, or what another stage of this rank left."""
-        message: Message = arrived[0] if arrived else self._outgoing.pop(place)
-        return message
-
-    def _send(self, action: Action, kind: Kind) -> None:
-        self._transport.send(action, self._outgoing.pop((kind, action.stage, action.microbatch)))
+            given = (Message.of_inputs(inputs.args, inputs.kwargs),)
+        (message,) = given
+        return message.to(self._stages[action.stage].device)
 
     @property
     def _step_loss(self) -> StepLoss:
