@@ -243,6 +243,14 @@ def test_frozen_buffers_are_read_and_not_written(make) -> None:
     assert [id(buffer) for buffer in module.buffers()] == tensors
 
 
+def test_buffers_that_a_recompute_makes_are_dropped() -> None:
+    module = nn.BatchNorm1d(6)
+    names = set(module.state_dict())
+    with frozen_buffers(module):
+        module.register_buffer("seen", torch.ones(1))
+    assert set(module.state_dict()) == names
+
+
 @pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(6), lambda: nn.BatchNorm1d(6).eval(), Average])
 def test_the_graph_of_a_recompute_gives_the_same_gradients(make) -> None:
     module, inputs = nn.Sequential(nn.Linear(6, 6), make()), values(8, 6)

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from pipeloom.errors import SplitError
+from pipeloom.runtime.buffer_history import PastValue, Snapshot, copied
 
 _thread = threading.local()
 
@@ -128,7 +129,7 @@ class _DeferredLayer:
         layer.num_batches_tracked.add_(1)
         weight = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
         layer.running_mean.lerp_(moments.mean.to(layer.running_mean.dtype), weight)
-        variance = moments.squares / max(moments.num_values - 1, 1)
+        variance = moments.squares / (moments.num_values - 1)  # of a single value torch normalises nothing
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), weight)
 
 
@@ -163,7 +164,7 @@ def _joined(runs: Iterable[_Moments]) -> _Moments:
 
 
 @contextmanager
-def frozen_buffers(module: nn.Module) -> Iterator[None]:
+def frozen_buffers(module: nn.Module, snapshot: Snapshot | None = None) -> Iterator[None]:
     """Let forwards read the module's buffers, and drop what they write: for a recompute.
 
     Buffers are swapped for clones, so that autograd's graph of the recompute keeps its own; all of them, since a write
@@ -171,14 +172,16 @@ def frozen_buffers(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: it must not run in another thread meanwhile.
+        snapshot: what the buffers held at an earlier time, which is what forwards read; by default what they hold now.
     """
     saved = [(each, dict(each._buffers)) for each in module.modules() if each._buffers]
-    clones: dict[int, Tensor] = {}
+    past, copies = snapshot or {}, dict[int, Tensor]()
     was_frozen = getattr(_thread, "is_frozen", False)
     _thread.is_frozen = True
     try:
         for each, buffers in saved:
-            each._buffers.update({name: _cloned(buffer, clones) for name, buffer in buffers.items()})
+            read = {name: _read(past.get((each, name)), buffer) for name, buffer in buffers.items()}
+            each._buffers.update({name: copied(buffer, copies) for name, buffer in read.items()})
         yield
     finally:
         _thread.is_frozen = was_frozen
@@ -187,10 +190,5 @@ def frozen_buffers(module: nn.Module) -> Iterator[None]:
             each._buffers.update(buffers)
 
 
-def _cloned(buffer: Tensor | None, clones: dict[int, Tensor]) -> Tensor | None:
-    """A buffer that two modules share stays shared."""
-    if buffer is None:
-        return None
-    if id(buffer) not in clones:
-        clones[id(buffer)] = buffer.detach().clone()
-    return clones[id(buffer)]
+def _read(past: PastValue | None, present: Tensor | None) -> Tensor | None:
+    return past.value if past is not None and past.is_over else present
