@@ -39,6 +39,7 @@ def test_stages_of_a_v():
         ([], "a placement of no stages was given; at least one stage is needed"),
         ([0, 2], r"placement \[0, 2\] leaves rank 1 without a stage; every rank must hold at least one"),
         ([1], "leaves rank 0 without a stage"),
+        ([0, -1], r"placement \[0, -1\] names rank -1; ranks count from 0"),
     ],
 )
 def test_rank_without_a_stage_is_refused(ranks, message):

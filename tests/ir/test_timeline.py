@@ -47,6 +47,11 @@ def test_transfers_are_neither_busy_nor_part_of_the_length():
     assert (lowered.makespan_s, lowered.longest_rank_span_s) == (4.0, 2.0)
 
 
+def test_start_is_that_of_the_first_computation():
+    posted_early = timeline("0F0,0SEND_F0\n1RECV_F0,1F0\n", [(1, 2), (2, 2)], [(0, 2.5), (2.5, 4)])
+    assert (posted_early.start_s, posted_early.makespan_s) == (1.0, 3.0)
+
+
 def test_rank_that_only_moves_values():
     """A receive that is never used: rank 1 has no computation, so it counts as idle throughout."""
     programs = ((Action(Kind.FORWARD, 0, 0),), (Action(Kind.RECV_F, 1, 0),))

@@ -295,10 +295,16 @@ def test_valid_schedule_is_returned() -> None:
     assert require_valid(schedule) is schedule
 
 
-def test_invalid_schedule_raises_with_every_violation() -> None:
-    schedule = schedule_of("0F0\n1F0 1F0")
-    with pytest.raises(InvalidSchedule, match=r"(?s)schedule 'custom' breaks 3 rules.*1F0 was done.*0B0 is.*1B0 is"):
-        require_valid(schedule)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0\n1F0 1F0", r"(?s)schedule 'custom' breaks 3 rules:\n.*1F0 was done.*0B0 is.*1B0 is"),
+        ("0F0\n1F0 1B0", r"schedule 'custom' breaks a rule:\nmissing action: 0B0 is"),
+    ],
+)
+def test_invalid_schedule_raises_with_every_violation(text: str, message: str) -> None:
+    with pytest.raises(InvalidSchedule, match=message):
+        require_valid(schedule_of(text))
 
 
 # Whole schedules

@@ -46,6 +46,15 @@ def test_docstring_shows_the_drawing(name):
     assert "\n".join(lines) == golden
 
 
+def test_noise_of_floats_moves_nothing():
+    """Nine times 0.05 is a hair less than 4.5 times 0.1."""
+    made = schedule("gpipe", num_ranks=1, num_microbatches=10, forward_only=True)
+    half, twentieth = (
+        Costs.uniform(1, forward_s=forward_s, input_grad_s=0.0, weight_grad_s=0.0) for forward_s in (0.5, 0.05)
+    )
+    assert draw(simulate(made, twentieth), 0.1) == draw(simulate(made, half), 1.0)
+
+
 def test_forward_only():
     assert draw(in_ticks("gpipe", 4, 6, forward_only=True), 1.0) == picture("""
         GPU 0: F0 F1 F2 F3 F4 F5  .  .  .

@@ -15,6 +15,11 @@ class Kind(enum.Enum):
     """What an action does; the values are spelled as torch.distributed.pipelining spells them.
 
     Beware of the papers: Zero Bubble (Qi et al., ICLR 2024) calls our ``I`` "B" and our ``B`` "BW".
+
+    Attributes:
+        text: the spelling; ``value`` as a plain attribute.
+        code: a small number of its own. An enumeration hashes by a function in Python, so whatever looks up a
+            million actions looks up codes.
     """
 
     FORWARD = "F"

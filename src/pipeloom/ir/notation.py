@@ -19,7 +19,7 @@ from pipeloom.ir.schedule import Schedule
 _KINDS = {kind.text: kind for kind in Kind}
 # Seven digits: a number that nobody means would otherwise be taken for a count, and fill the memory.
 _ACTION = re.compile(rf"(\d{{1,7}})({'|'.join(sorted(_KINDS, key=len, reverse=True))})(\d{{1,7}})", re.ASCII)
-_SHARDING = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:\d*)", re.ASCII)
+_SHARDING = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 _BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
@@ -62,6 +62,7 @@ def parse_csv(text: str, *, name: str = "custom") -> Schedule:
 
     Raises:
         NotationError: a cell is no action, a stage stands on two ranks, a stage is missing, or there is nothing.
+        UnsupportedShape: a row above the last one is empty, so its rank would hold no stage.
     """
     rows = list(csv.reader(io.StringIO(text)))
     programs = [[parse_action(cell) for cell in map(str.strip, row) if _is_read(cell)] for row in rows]

@@ -64,18 +64,21 @@ def peak_activation_bytes(schedule: Schedule, held: HeldBytes) -> tuple[int, ...
             return to_recompute[action.stage]
         return changes.get((action.kind.code, action.stage), 0)
 
-    return tuple(int(peak(schedule, rank, change)) for rank in range(schedule.num_ranks))
+    return _peaks_held(schedule, change)
 
 
-def peak(schedule: Schedule, rank: int, change: Callable[[Action], float]) -> float:
-    """The largest running sum of ``change`` over a rank's program; a forward-only program holds nothing."""
-    if schedule.is_forward_only:
-        return 0
-    return max(accumulate(map(change, schedule.program(rank)), initial=0))
+def running_peaks(schedule: Schedule, change: Callable[[Action], int]) -> tuple[int, ...]:
+    """Per rank, the largest running sum of ``change`` over its program, from 0 on."""
+    return tuple(max(accumulate(map(change, program), initial=0)) for program in schedule.programs)
 
 
 def _peak_counts(schedule: Schedule, steps: Mapping[Kind, int]) -> tuple[int, ...]:
     def change(action: Action) -> int:
         return steps.get(action.kind, 0)
 
-    return tuple(int(peak(schedule, rank, change)) for rank in range(schedule.num_ranks))
+    return _peaks_held(schedule, change)
+
+
+def _peaks_held(schedule: Schedule, change: Callable[[Action], int]) -> tuple[int, ...]:
+    """A forward-only schedule holds nothing: no backward will ask for it."""
+    return (0,) * schedule.num_ranks if schedule.is_forward_only else running_peaks(schedule, change)

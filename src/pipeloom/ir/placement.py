@@ -16,7 +16,7 @@ class Placement:
         ranks: ``ranks[stage]`` is the rank that holds ``stage``; every rank from 0 on holds at least one.
 
     Raises:
-        UnsupportedShape: there is no stage, or a rank between 0 and the largest holds none.
+        UnsupportedShape: there is no stage, a rank is negative, or one between 0 and the largest holds no stage.
     """
 
     ranks: tuple[int, ...]
@@ -24,6 +24,8 @@ class Placement:
     def __post_init__(self) -> None:
         if not self.ranks:
             raise UnsupportedShape("a placement of no stages was given; at least one stage is needed")
+        if min(self.ranks) < 0:
+            raise UnsupportedShape(f"placement {list(self.ranks)} names rank {min(self.ranks)}; ranks count from 0")
         idle = sorted(set(range(max(self.ranks) + 1)) ^ set(self.ranks))
         if idle:
             raise UnsupportedShape(

@@ -7,9 +7,9 @@ many are ever live at once; for 1F1B lowered by `pipeloom.passes.add_transfers` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 
 from pipeloom.ir.action import Action
+from pipeloom.ir.peaks import running_peaks
 from pipeloom.ir.relations import takes
 from pipeloom.ir.schedule import Schedule
 
@@ -25,4 +25,4 @@ def peak_receive_slots(schedule: Schedule) -> tuple[int, ...]:
     def change(action: Action) -> int:
         return 1 if action.kind.is_recv else -sum(1 for _ in receives_used_by(action, schedule))
 
-    return tuple(max(accumulate(map(change, program), initial=0)) for program in schedule.programs)
+    return running_peaks(schedule, change)

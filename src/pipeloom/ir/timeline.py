@@ -59,12 +59,14 @@ class Timeline:
             yield from self.spans(rank)
 
     @property
+    def start_s(self) -> float:
+        """Start of the first computation; transfers may have been posted before it."""
+        return min((start for start, _ in self._windows()), default=0.0)
+
+    @property
     def makespan_s(self) -> float:
         """End of the last computation minus start of the first."""
-        windows = self._windows()
-        if not windows:
-            return 0.0
-        return max(end for _, end in windows) - min(start for start, _ in windows)
+        return max((end for _, end in self._windows()), default=0.0) - self.start_s
 
     @property
     def longest_rank_span_s(self) -> float:

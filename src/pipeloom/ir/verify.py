@@ -108,7 +108,8 @@ def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
     if violations:
         shown = [str(violation) for violation in violations[:_MOST_SHOWN]]
         shown += [f"… and {len(violations) - _MOST_SHOWN} more"] if len(violations) > _MOST_SHOWN else []
-        raise InvalidSchedule("\n".join([f"schedule {schedule.name!r} breaks {len(violations)} rules", *shown]))
+        rules = "a rule" if len(violations) == 1 else f"{len(violations)} rules"
+        raise InvalidSchedule("\n".join([f"schedule {schedule.name!r} breaks {rules}:", *shown]))
     return schedule
 
 

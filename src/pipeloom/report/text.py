@@ -81,7 +81,7 @@ class _Ladder:
         label_width = max(map(len, labels), default=1)
         columns_per_s = (label_width + 1) / tick_s
         num_columns = _rounded(timeline.makespan_s * columns_per_s)
-        return cls(label_width, columns_per_s, _origin_s(timeline), num_columns, has_stages)
+        return cls(label_width, columns_per_s, timeline.start_s, num_columns, has_stages)
 
     def pieces(self, spans: Iterable[Span]) -> Iterator[Piece]:
         """One rank: its idle cells and its actions, from column 0 to the end of the drawing."""
@@ -120,10 +120,6 @@ def _label(action: Action, has_stage: bool) -> str:
 
 def _is_drawn(span: Span) -> bool:
     return span.action.kind.is_compute and span.end_s > span.start_s
-
-
-def _origin_s(timeline: Timeline) -> float:
-    return min((span.start_s for span in timeline if span.action.kind.is_compute), default=0.0)
 
 
 def _cut(pieces: Iterable[Piece], width: int | None) -> list[Piece]:
