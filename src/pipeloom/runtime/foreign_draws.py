@@ -135,11 +135,10 @@ class _NumpyWatch:
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._lock = None if generator is None else generator._bit_generator.lock
         # A rank that waits for another one inside a unit must not wait for this lock as well.
-        self._is_held = self._lock is not None and self._lock.acquire(blocking=False)
+        self._is_held = generator is not None and generator._bit_generator.lock.acquire(blocking=False)
         self._before = _numpy_state(generator) if self._is_held else b""
-        self.is_seen = self._lock is None or self._is_held
+        self.is_seen = generator is None or self._is_held
         self.has_moved = False
 
     def end(self) -> None:
@@ -147,7 +146,7 @@ class _NumpyWatch:
         if self._is_held:
             self._is_held = False
             self.has_moved = _numpy_state(self._generator) != self._before
-            self._lock.release()
+            self._generator._bit_generator.lock.release()
 
 
 def _numpy_generator() -> Any:

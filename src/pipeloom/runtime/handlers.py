@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
 from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
+from pipeloom.runtime.buffer_history import BufferHistory, Snapshot
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
@@ -62,7 +63,8 @@ class RankHandlers:
         self._transport = transport
         self._context = context
         self._held: dict[tuple[int, int], _Held] = {}
-        self._sources: dict[tuple[int, int], KeptInput] = {}
+        self._sources: dict[tuple[int, int], tuple[KeptInput, Snapshot]] = {}
+        self._histories = {i: BufferHistory(each.module) for i, each in stages.items() if each.has_recompute}
 
     @property
     def table(self) -> dict[Kind, Handler]:
@@ -91,19 +93,22 @@ class RankHandlers:
         """F: keep the graph for B; or, with recompute, nothing but the stage's input."""
         place, source = (action.stage, action.microbatch), self._source(action, given)
         if self._stages[action.stage].has_recompute:
-            self._sources[place] = kept = KeptInput(source)
-            # With its graph, which dies here: a forward may differentiate, and R needs as much memory anyway.
-            _, message = self._run(action, source)
+            kept = KeptInput(source)
+            with self._histories[action.stage].forward() as buffers:
+                # With its graph, which dies here: a forward may differentiate, and R needs as much memory anyway.
+                _, message = self._run(action, source)
             kept.forget_unchanged()
+            self._sources[place] = (kept, buffers)
         else:
             self._held[place], message = self._run(action, source)
         return message
 
     def recompute(self, action: Action, _: tuple[Any, ...]) -> None:
-        """R: the forward again from its input, with the same random draws; buffers are not updated twice."""
+        """R: the forward again, from the input, the random draws and the buffers that F had; it updates nothing."""
         place = (action.stage, action.microbatch)
-        with frozen_buffers(self._stages[action.stage].module):
-            self._held[place], _message = self._run(action, self._sources.pop(place).as_it_was())
+        kept, buffers = self._sources.pop(place)
+        with frozen_buffers(self._stages[action.stage].module, buffers):
+            self._held[place], _message = self._run(action, kept.as_it_was())
 
     def backward(self, action: Action, given: tuple[Any, ...]) -> Message | None:
         """B: gradients of the parameters, and of the input for the stage before."""
