@@ -155,3 +155,11 @@ def test_manifest_reaches_nothing_outside(checkpoint: Path, name: str) -> None:
 def test_nan_does_not_become_bad_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "state.json", {"loss": float("nan")})
+
+
+def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, flushed = tmp_path / "step-000003", []
+    monkeypatch.setattr(folder, "_flush", lambda path: flushed.append((path.name, target.exists())))
+    write_checkpoint(target)
+    files = ["state.json", "weights.bin", MANIFEST, ".tmp-step-000003"]
+    assert flushed == [*((name, False) for name in files), (tmp_path.name, True)]

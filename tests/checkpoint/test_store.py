@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.checkpoint import CheckpointStore, Snapshot, step_of
+from pipeloom.checkpoint import CheckpointStore, Snapshot, load_snapshot, step_of
 from pipeloom.errors import CheckpointError
 
 
@@ -94,3 +94,19 @@ def test_second_branch_gets_its_own_folder(store: CheckpointStore) -> None:
     second = store.set_aside_after(200)
     assert first != second
     assert CheckpointStore(store.folder / "set-aside-2").steps() == [300]
+
+
+def test_what_a_crash_leaves_half_removed_is_no_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are all there yet, so only the manifest's absence tells."""
+
+    def crash(path: Path) -> None:
+        raise OSError(f"the disk went away at {path.name}")
+
+    monkeypatch.setattr("pipeloom.checkpoint.store.shutil.rmtree", crash)
+    with pytest.raises(OSError, match="at step-000200"):
+        store.save(snapshot(400), num_kept=2)
+    assert (store.path_of(200) / "model.safetensors").exists()
+    with pytest.raises(CheckpointError, match=r"cannot read .*step-000200.manifest\.json"):
+        load_snapshot(store.path_of(200))

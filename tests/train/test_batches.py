@@ -98,3 +98,12 @@ def test_inputs_and_targets_own_their_memory() -> None:
     assert inputs.is_contiguous()
     assert targets.is_contiguous()
     assert (inputs.tolist(), targets.tolist()) == ([[1, 2]], [[2, 3]])
+
+
+@given(num_bytes=st.integers(17, 400), seed=st.integers(0, 2**32))
+def test_an_epoch_begins_within_the_first_window(num_bytes: int, seed: int) -> None:
+    """A later phase would leave bytes at the start out more often than others."""
+    numbered = batches(np.arange(num_bytes, dtype=np.int64), sequence_length=8, seed=seed, batch_size=1)
+    starts = [int(next(numbered)[0][0, 0]) for _ in range((num_bytes - 8) // 8)]
+    assert min(starts) < 8
+    assert sorted(starts) == list(range(min(starts), max(starts) + 1, 8))

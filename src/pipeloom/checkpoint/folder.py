@@ -23,7 +23,7 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = "pipeloom-checkpoint"
 FORMAT_VERSION: Final = 1
 TEMPORARY_PREFIX: Final = ".tmp-"
-_OTHER_HINT: Final = "continue from another checkpoint: --resume PATH"
+OTHER_HINT: Final = "continue from another checkpoint: --resume PATH"
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         CheckpointError: ``target`` exists (nothing is ever overwritten) or the disk refuses.
     """
     if target.exists():
-        raise CheckpointError(f"{target} exists already; a checkpoint is never overwritten")
+        raise CheckpointError(f"{target} exists already; a checkpoint is never overwritten", "choose another folder")
     temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # what a run that died left
@@ -44,7 +44,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         temporary.rename(target)
         _flush(target.parent)
     except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
+        hint = "make room on the disk, or choose another --train.folder"
+        raise CheckpointError(f"cannot write the checkpoint {target}: {error}", hint) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -58,7 +59,8 @@ def verify_folder(folder: Path) -> None:
     files = read_json(folder / MANIFEST)
     if files.get("format") != FORMAT or files.get("version") != FORMAT_VERSION:
         given = f"{files.get('format')!r} version {files.get('version')!r}"
-        raise CheckpointError(f"{folder / MANIFEST} says {given}; this is {FORMAT!r} version {FORMAT_VERSION}")
+        needed = f"this is {FORMAT!r} version {FORMAT_VERSION}"
+        raise CheckpointError(f"{folder / MANIFEST} says {given}; {needed}", OTHER_HINT)
     for name, expected in _listed(files, folder):
         _verify_file(folder / name, int(expected["bytes"]), str(expected["sha256"]))
 
@@ -67,10 +69,10 @@ def _listed(manifest: dict[str, Any], folder: Path) -> list[tuple[str, dict[str,
     try:
         listed = [(name, {"bytes": int(e["bytes"]), "sha256": e["sha256"]}) for name, e in manifest["files"].items()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}", _OTHER_HINT) from None
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}", OTHER_HINT) from None
     outside = [name for name, _ in listed if Path(name).name != name]
     if outside:
-        raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {outside[0]!r}", _OTHER_HINT)
+        raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {outside[0]!r}", OTHER_HINT)
     return listed
 
 
@@ -83,11 +85,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", _OTHER_HINT) from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", OTHER_HINT) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}", _OTHER_HINT) from None
+        raise CheckpointError(f"{path} is damaged: {error}", OTHER_HINT) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object", _OTHER_HINT)
+        raise CheckpointError(f"{path} is damaged: it holds no object", OTHER_HINT)
     return value
 
 
@@ -108,13 +110,13 @@ def _write_manifest(folder: Path) -> None:
 
 def _verify_file(path: Path, num_bytes: int, sha256: str) -> None:
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, but the manifest lists it", _OTHER_HINT)
+        raise CheckpointError(f"{path} is missing, but the manifest lists it", OTHER_HINT)
     actual = path.stat().st_size
     if actual != num_bytes:
         word = "truncated" if actual < num_bytes else "too long"
-        raise CheckpointError(f"{path} is {word}: {actual} bytes, the manifest says {num_bytes}", _OTHER_HINT)
+        raise CheckpointError(f"{path} is {word}: {actual} bytes, the manifest says {num_bytes}", OTHER_HINT)
     if _sha256(path) != sha256:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's", _OTHER_HINT)
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's", OTHER_HINT)
 
 
 def _sha256(path: Path) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from pipeloom.errors import CheckpointError
 
+_OTHER_MODEL = "give the model that the state was saved with"
+
 OptimizerState = dict[str, dict[str, Tensor]]
 
 
@@ -37,7 +39,9 @@ def load_optimizer_state(
     """
     for name, slots in state.items():
         if name not in names:
-            raise CheckpointError(f"the optimizer state is of a parameter {name!r} that the model does not have")
+            raise CheckpointError(
+                f"the optimizer state is of a parameter {name!r} that the model has not", _OTHER_MODEL
+            )
         for slot, tensor in slots.items():
             _check_shape(name, slot, tensor, names[name])
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -54,5 +58,6 @@ def _check_shape(name: str, slot: str, tensor: Tensor, parameter: nn.Parameter) 
     if tensor.dim() and tensor.shape != parameter.shape:
         raise CheckpointError(
             f"the optimizer state {slot!r} of {name!r} has shape {tuple(tensor.shape)}, "
-            f"the parameter {tuple(parameter.shape)}"
+            f"the parameter {tuple(parameter.shape)}",
+            _OTHER_MODEL,
         )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from pipeloom.checkpoint.folder import new_folder, read_json, verify_folder, write_json
+from pipeloom.checkpoint.folder import OTHER_HINT, new_folder, read_json, verify_folder, write_json
 from pipeloom.checkpoint.optimizer import OptimizerState
 from pipeloom.checkpoint.tensors import load_tensors, save_tensors
 from pipeloom.errors import CheckpointError
@@ -63,5 +63,5 @@ def load_snapshot(folder: Path) -> Snapshot:
     try:
         step_index = int(training.pop("step_index"))
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{folder / _TRAINING} has no step_index") from None
+        raise CheckpointError(f"{folder / _TRAINING} has no step_index", OTHER_HINT) from None
     return Snapshot(step_index, load_tensors(folder / _MODEL), optimizer, training)

@@ -60,7 +60,10 @@ class CheckpointStore:
             except CheckpointError as error:
                 faults.append(error)
         found = "".join(f"\n  {error.message}" for error in faults)
-        raise CheckpointError(f"there is no checkpoint to continue from in {self.folder}{found}")
+        raise CheckpointError(
+            f"there is no checkpoint to continue from in {self.folder}{found}",
+            "continue another run with --resume PATH, or start a new one without --resume",
+        )
 
     def set_aside_after(self, step_index: int) -> Path | None:
         """Move checkpoints later than ``step_index`` out of the way of a run that goes on from there.

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeloom.checkpoint.folder import OTHER_HINT
 from pipeloom.errors import CheckpointError
 
 _TIED: Final = "tied"
@@ -57,7 +58,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             tied = json.loads((file.metadata() or {}).get(_TIED, "{}"))
         return tensors | {name: tensors[owner] for name, owner in tied.items()}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}", OTHER_HINT) from None
 
 
 def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
