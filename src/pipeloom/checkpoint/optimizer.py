@@ -39,9 +39,8 @@ def load_optimizer_state(
     """
     for name, slots in state.items():
         if name not in names:
-            raise CheckpointError(
-                f"the optimizer state is of a parameter {name!r} that the model has not", _OTHER_MODEL
-            )
+            what = f"the optimizer state is of a parameter {name!r} that the model does not have"
+            raise CheckpointError(what, _OTHER_MODEL)
         for slot, tensor in slots.items():
             _check_shape(name, slot, tensor, names[name])
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
