@@ -106,8 +106,8 @@ def test_what_a_crash_leaves_half_removed_is_no_checkpoint(
             raise OSError(f"the disk went away at {path.name}")
 
     monkeypatch.setattr("pipeloom.checkpoint.store.shutil.rmtree", crash)
-    with pytest.raises(OSError, match="at step-000200"):
+    with pytest.raises(OSError, match="at step-000100"):
         store.save(snapshot(400), num_kept=2)
-    assert (store.path_of(200) / "model.safetensors").exists()
-    with pytest.raises(CheckpointError, match=r"cannot read .*step-000200.manifest\.json"):
-        load_snapshot(store.path_of(200))
+    assert (store.path_of(100) / "model.safetensors").exists()
+    with pytest.raises(CheckpointError, match=r"cannot read .*step-000100.manifest\.json"):
+        load_snapshot(store.path_of(100))

@@ -288,6 +288,21 @@ def test_running_statistics_survive_a_loss_that_is_not_finite(on_nan):
         assert model[1].num_batches_tracked == 1
 
 
+def test_layers_track_again_after_a_failed_step():
+    """A layer that a failed step left deferred would never again update its running statistics by itself."""
+
+    def broken(output):
+        raise ZeroDivisionError("of the loss")
+
+    model = chain(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with pipeline(broken, model, batch_norm="deferred") as pipe:
+        with pytest.raises(ZeroDivisionError, match="of the loss"):
+            pipe.step(rows(7))
+        assert model[1].num_batches_tracked == 0
+        pipe.unwrap()(rows(7))
+    assert model[1].num_batches_tracked == 1
+
+
 class Tempered(nn.Module):
     """A loss with a parameter of its own, which is no part of the model."""
 
