@@ -1,5 +1,7 @@
 """Messages, the copies that recomputation keeps, and one stage's backward."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -179,3 +181,49 @@ def test_unchanged_input_is_not_copied():
     assert found[0].data_ptr() == one.data_ptr()
     assert found[1].tolist() == [1.0, 1.0, 1.0]
     assert found[2] is None
+
+
+def test_a_tensor_that_is_there_twice_crosses_once():
+    sent, mask = grown(2), torch.ones(2)
+    message, _ = Message.of((sent, mask, sent, mask))
+    value, inputs = message.to(torch.device("meta")).opened()
+    assert value[0] is value[2]
+    assert value[1] is value[3]
+    assert [each is None for each in inputs] == [False, True, True, True]
+
+
+def test_writes_into_micro_batches_are_counted_apart():
+    batch = torch.ones(4)
+    one, other = (Message.of_inputs((part,), {}).leaves[0] for part in batch.split(2))
+    one.add_(1)
+    assert (one._version, other._version) == (1, 0)
+    assert batch.tolist() == [2, 2, 1, 1]
+
+
+def test_a_copy_serves_all_places_of_a_tensor():
+    sent = torch.ones(2)
+    kept = KeptInput(Message.of((sent, sent))[0])
+    sent.add_(1)
+    kept.forget_unchanged()
+    one, other = kept.as_it_was().value()
+    assert one is other
+    assert one.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_refused"),
+    [
+        (lambda x: x[:, 1:], lambda x: x[:, :2], True),
+        (lambda x: x[:, ::2], lambda x: x[:, 1::2], False),
+        (lambda x: x[0], lambda x: x.view(-1)[1], True),
+        (lambda x: x[:0], lambda x: x, False),
+        (lambda x: x[:1].expand(3, 4), lambda x: x[1:], False),
+    ],
+)
+def test_overlaps_are_found_element_by_element(one, other, is_refused):
+    base = torch.ones(3, 4, requires_grad=True) * 1
+    message, _ = Message.of((one(base), other(base)))
+    refusal = pytest.raises(BatchError, match="share memory") if is_refused else nullcontext()
+    with refusal, message.guarded(is_recomputed=False):
+        message.leaves[1].mul_(2)
+    assert message.leaves[1].flatten()[0] == 2

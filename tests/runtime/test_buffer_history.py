@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeloom.runtime.batch_norm import frozen_buffers
-from pipeloom.runtime.buffer_history import BufferHistory, Snapshot, copied, version
+from pipeloom.runtime.buffer_history import BufferHistory, OwnBuffers, Snapshot, copied, storage, version
 
 
 def module(**buffers: torch.Tensor | None) -> nn.Module:
@@ -88,3 +88,27 @@ def test_copies_are_made_once() -> None:
     buffer, copies = torch.ones(2), {}
     assert copied(buffer, copies) is copied(buffer, copies)
     assert copied(None, copies) is None
+
+
+def test_a_buffer_leaves_as_a_copy_once_more_after_each_write() -> None:
+    owner = module(state=torch.zeros(2), table=torch.ones(2))
+    own = OwnBuffers(owner)
+    places = [own.part(owner.state.add_(write)).data_ptr() for write in (0, 1)]
+    assert owner.state.data_ptr() not in places
+    tables = [own.part(owner.table[1:]).data_ptr() == owner.table[1:].data_ptr() for _ in range(3)]
+    assert tables == [False, True, True]
+
+
+def test_what_is_no_buffer_leaves_as_it_is() -> None:
+    own, grown, sparse = OwnBuffers(module(state=torch.ones(1))), torch.ones(2, requires_grad=True) * 2, torch.eye(2)
+    assert own.part(grown).data_ptr() == grown.data_ptr()
+    assert not own.part(grown).requires_grad
+    assert own.part(sparse).data_ptr() == sparse.data_ptr()
+    assert own.part(sparse.to_sparse()).layout is torch.sparse_coo
+
+
+def test_storages() -> None:
+    tensor = torch.ones(4)
+    assert storage(tensor) == storage(tensor[1:].detach())
+    assert storage(tensor) != storage(tensor.clone())
+    assert storage(torch.eye(2).to_sparse()) is None

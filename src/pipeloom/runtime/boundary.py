@@ -8,14 +8,17 @@ uncut model; the version counter is shared, so a write that spoils the sender's 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import BatchError
+from pipeloom.runtime.buffer_history import storage, version
 from pipeloom.runtime.trees import flatten, unflatten
 
 _CROSSING = (
@@ -51,7 +54,7 @@ class Message:
     """A value on its way to the next stage.
 
     Args:
-        leaves: the leaves of the tree, tensors detached.
+        leaves: the leaves of the tree, tensors detached; a tensor that was there twice is there twice.
         structure: the tree without its leaves.
         needs_grad: per leaf, whether its gradient has to come back.
     """
@@ -61,8 +64,12 @@ class Message:
     needs_grad: tuple[bool, ...]
 
     @classmethod
-    def of(cls, value: Any) -> tuple[Message, tuple[Any, ...]]:
+    def of(cls, value: Any, part: Callable[[Tensor], Tensor] = Tensor.detach) -> tuple[Message, tuple[Any, ...]]:
         """Pack a stage's output; also return its leaves with their graph, for the backward.
+
+        Args:
+            value: the output.
+            part: makes of each tensor what leaves the stage.
 
         Raises:
             BatchError: a leaf is no tensor and no plain value.
@@ -71,20 +78,20 @@ class Message:
         for leaf in leaves:
             _check_leaf(leaf)
         needs_grad = tuple(map(_requires_grad, leaves))
-        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(detached, structure, needs_grad), tuple(leaves)
+        return cls(_each_once(leaves, part), structure, needs_grad), tuple(leaves)
 
     @classmethod
     def of_inputs(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
         """Pack the model's own inputs."""
         leaves, structure = flatten((args, kwargs))
-        return cls(tuple(leaves), structure, tuple(map(_requires_grad, leaves)))
+        needs_grad = tuple(map(_requires_grad, leaves))
+        return cls(_each_once(leaves, _with_its_own_version), structure, needs_grad)
 
     def to(self, device: torch.device | None) -> Message:
         """The same message on the receiver's device; without a copy if it is there already."""
         if device is None:
             return self
-        moved = tuple(leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        moved = _each_once(self.leaves, lambda leaf: leaf.to(device, non_blocking=True))
         return Message(moved, self.structure, self.needs_grad)
 
     def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
@@ -93,15 +100,49 @@ class Message:
         Returns:
             The value to compute with, and per leaf the tensor that collects its gradient (None: none is due).
         """
-        inputs = tuple(
-            leaf.detach().requires_grad_() if needs_grad else None
+        collectors = {
+            id(leaf): leaf.detach().requires_grad_()
             for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
-        )
-        used = [
-            leaf if collector is None else _Alias.apply(collector)  # type: ignore[no-untyped-call]
-            for leaf, collector in zip(self.leaves, inputs, strict=True)
-        ]
+            if needs_grad
+        }
+        aliases = {key: _Alias.apply(each) for key, each in collectors.items()}  # type: ignore[no-untyped-call]
+        used = [aliases.get(id(leaf), leaf) for leaf in self.leaves]
+        # The gradient of a tensor that came twice goes back once.
+        inputs = tuple(collectors.pop(id(leaf), None) for leaf in self.leaves)
         return unflatten(used, self.structure), inputs
+
+    @contextmanager
+    def guarded(self, *, is_recomputed: bool) -> Iterator[None]:
+        """Put this around the forward that uses `opened`.
+
+        Leaves may share memory: a tensor and a view of it. In the uncut model autograd knows, and a write into one
+        reaches the gradient of the other. Across a cut each has a graph of its own, and nothing would tell.
+
+        Args:
+            is_recomputed: the forward runs again later, from copies of what it wrote into.
+
+        Raises:
+            BatchError: the forward wrote into one of two leaves that overlap.
+        """
+        tensors = [
+            (leaf, needs_grad or is_recomputed)
+            for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
+            if isinstance(leaf, Tensor)
+        ]
+        pairs = [
+            (one, other, version(one) + version(other))
+            for (one, is_one), (other, is_other) in combinations(tensors, 2)
+            if is_one and is_other and one is not other and storage(one) == storage(other) is not None
+        ]
+        yield
+        for one, other, before in pairs:
+            if version(one) + version(other) != before and _overlap(one, other):
+                raise BatchError(
+                    f"a stage wrote in place into one of its inputs, and {_describe(one)} and {_describe(other)} among "
+                    "them share memory; once they have crossed a cut, autograd cannot tell what the write does to the "
+                    "gradient of the other",
+                    "let the stage before return x.clone() of one of them, or do not write in place",
+                )
 
     def value(self) -> Any:
         """Unpack without a graph."""
@@ -114,38 +155,41 @@ class KeptInput:
     A forward may write into its input, and hand the very same memory on as its output; so what it wrote over can't be
     put back, and the second forward needs a copy. But a copy at another address may round differently [seen with
     MKL's matrix products on slices of a batch]: copies are aligned like their originals, and what the forward did
-    not write into is not copied.
+    not write into is not copied. If a later stage writes into that, because it was handed on, there is nothing left to
+    recompute from.
 
     Args:
         message: the input, before the forward.
     """
 
-    __slots__ = ("_copies", "_message")
+    __slots__ = ("_copies", "_message", "_tensors")
 
     def __init__(self, message: Message) -> None:
         self._message = message
-        self._copies = {
-            position: (_version(leaf), _copied(leaf))
-            for position, leaf in enumerate(message.leaves)
-            if isinstance(leaf, Tensor)
-        }
+        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        self._tensors = {id(tensor): (tensor, version(tensor)) for tensor in tensors}
+        self._copies = {key: _copied(tensor) for key, (tensor, _) in self._tensors.items()}
 
     def forget_unchanged(self) -> None:
         """After the forward: drop the copies of what it did not write into."""
-        leaves = self._message.leaves
-        self._copies = {i: each for i, each in self._copies.items() if _version(leaves[i]) != each[0]}
+        for key, (tensor, before) in self._tensors.items():
+            if version(tensor) == before:
+                del self._copies[key]
 
     def as_it_was(self) -> Message:
-        """The input before the forward."""
-        leaves = list(self._message.leaves)
-        for position, (_, copy) in self._copies.items():
-            leaves[position] = copy
-        return replace(self._message, leaves=tuple(leaves))
+        """The input before the forward.
 
-
-def _version(tensor: Tensor) -> int:
-    """What changes with every write; a tensor made in inference mode counts none, and torch lets nobody write."""
-    return 0 if tensor.is_inference() else tensor._version
+        Raises:
+            BatchError: another stage has written into it since.
+        """
+        for key, (tensor, before) in self._tensors.items():
+            if key not in self._copies and version(tensor) != before:
+                raise BatchError(
+                    f"a stage that recomputes was given {_describe(tensor)} and handed its memory on, and a later "
+                    "stage wrote into that in place; the stage would recompute from other numbers",
+                    "let it return x.clone() of what it hands on, do not write in place, or leave its recompute off",
+                )
+        return replace(self._message, leaves=tuple(self._copies.get(id(leaf), leaf) for leaf in self._message.leaves))
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -159,6 +203,30 @@ def _copied(tensor: Tensor) -> Tensor:
     # Its whole stretch of memory, because an expanded tensor can't be written element by element.
     room.narrow(0, start, extent).copy_(source.as_strided((extent,), (1,)))
     return room.as_strided(source.shape, source.stride(), start)
+
+
+def _each_once(leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """Change the tensors; one that is there twice becomes one that is there twice."""
+    changed = {id(leaf): change(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return tuple(changed.get(id(leaf), leaf) for leaf in leaves)
+
+
+def _with_its_own_version(tensor: Tensor) -> Tensor:
+    """The same memory, where writes are counted apart.
+
+    Micro-batches are views of one batch, and autograd counts writes for all views of a tensor together: a first layer
+    that works in place would seem to spoil what *another* micro-batch has saved for its backward.
+    """
+    return tensor if tensor.requires_grad or tensor.is_inference() else tensor.data
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether an element of one lies where an element of the other does; slow, and exact for one type of number."""
+    if one.dtype != other.dtype:
+        return True
+    is_used = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    is_used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(is_used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def detached(value: Any) -> Any:

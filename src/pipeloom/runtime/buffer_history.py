@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 Place = tuple[nn.Module, str]
@@ -64,6 +65,34 @@ class BufferHistory:
                 past.is_over, past.value = True, copy
 
 
+class OwnBuffers:
+    """Parts what a stage returns from the buffers that it goes on writing into.
+
+    A stage may return a buffer: a counter, a running mean. In a plain loop the rest of the model has read it before the
+    next micro-batch writes it; here another rank reads it whenever it comes to it. So it leaves as a copy, unless
+    nothing was written since it left the last time: masks and tables are copied once.
+
+    Args:
+        module: the stage's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._versions: dict[int | None, int] = {}
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What of an output leaves the stage, without its graph."""
+        left = tensor.detach()
+        if tensor.requires_grad or not any(
+            storage(tensor) == storage(each) is not None for each in self._module.buffers()
+        ):
+            return left
+        key, now = storage(tensor), version(tensor)
+        is_as_it_left = self._versions.get(key) == now
+        self._versions[key] = now
+        return left if is_as_it_left else left.clone()
+
+
 def copied(buffer: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
     """A copy; one for all places of a buffer that is shared, as noted in ``copies``."""
     if buffer is None:
@@ -76,3 +105,8 @@ def copied(buffer: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
 def version(tensor: Tensor | None) -> int:
     """What changes with every write; a tensor made in inference mode counts none, and torch lets nobody write."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def storage(tensor: Tensor) -> int | None:
+    """Which memory a tensor lies in; None for those that have no storage of their own, as sparse ones."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

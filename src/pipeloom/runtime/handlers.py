@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
 from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
-from pipeloom.runtime.buffer_history import BufferHistory, Snapshot
+from pipeloom.runtime.buffer_history import BufferHistory, OwnBuffers, Snapshot
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
@@ -64,6 +64,7 @@ class RankHandlers:
         self._context = context
         self._held: dict[tuple[int, int], _Held] = {}
         self._sources: dict[tuple[int, int], tuple[KeptInput, Snapshot]] = {}
+        self._own_buffers = {index: OwnBuffers(each.module) for index, each in stages.items()}
         self._histories = {i: BufferHistory(each.module) for i, each in stages.items() if each.has_recompute}
 
     @property
@@ -87,7 +88,7 @@ class RankHandlers:
         if action.stage == self._last:
             self._context.outputs[action.microbatch] = detached(output)
             return None
-        return Message.of(output)[0]
+        return Message.of(output, self._own_buffers[stage.index].part)[0]
 
     def forward(self, action: Action, given: tuple[Any, ...]) -> Message | None:
         """F: keep the graph for B; or, with recompute, nothing but the stage's input."""
@@ -146,10 +147,12 @@ class RankHandlers:
         """One stage's forward under autograd: what B needs, and what the next stage gets."""
         stage = self._stages[action.stage]
         value, inputs = source.opened()
-        if action.stage == self._last:
-            loss = self._loss_of(stage, action.microbatch, value)
-            return _Held(inputs, (loss,)), None
-        message, leaves = Message.of(self._call(stage, action.microbatch, value))
+        with source.guarded(is_recomputed=stage.has_recompute):
+            if action.stage == self._last:
+                loss = self._loss_of(stage, action.microbatch, value)
+                return _Held(inputs, (loss,)), None
+            output = self._call(stage, action.microbatch, value)
+        message, leaves = Message.of(output, self._own_buffers[stage.index].part)
         return _Held(inputs, leaves), message
 
     def _loss_of(self, stage: Stage, microbatch: int, value: Any) -> Tensor:
