@@ -18,7 +18,8 @@ from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.executor import Plan
 from pipeloom.runtime.foreign_draws import ForeignDraws
-from pipeloom.runtime.local import GradientChanges, LocalRuntime
+from pipeloom.runtime.gradients import GradientChanges
+from pipeloom.runtime.local import LocalRuntime
 from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.runtime.stage import Stage
@@ -278,7 +279,6 @@ class Pipeline:
             Stage(
                 index,
                 units,
-                is_first=index == 0,
                 device=None if devices is None else torch.device(devices[self._programs.placement.rank_of(index)]),
                 has_recompute=index in self._programs.recomputed,
             )

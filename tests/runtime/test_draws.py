@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import DrawError, PipeloomWarning
-from pipeloom.runtime.draws import DrawKey, drawing, drawing_in_backward, stand_in_for_defaults
+from pipeloom.runtime.draw_key import DrawKey
+from pipeloom.runtime.draws import drawing, drawing_in_backward, stand_in_for_defaults
 
 KEY = DrawKey(seed=7, step_index=3, data_rank=0, microbatch=1, unit="blocks.0")
 BACKWARD = replace(KEY, unit="backward of stage 0")
@@ -161,7 +162,7 @@ def test_different_keys_have_different_seeds(one: DrawKey, other: DrawKey) -> No
 
 def test_seeds_do_not_change_from_process_to_process() -> None:
     program = (
-        "from pipeloom.runtime.draws import DrawKey; print(DrawKey(7, 3, 0, 1, 'blocks.0').generator_seed(), end='')"
+        "from pipeloom.runtime.draw_key import DrawKey; print(DrawKey(7, 3, 0, 1, 'blocks.0').generator_seed(), end='')"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(other.stdout) == KEY.generator_seed()

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from pipeloom.errors import DrawError
-from pipeloom.runtime.draws import DrawKey, drawing
+from pipeloom.runtime.draw_key import DrawKey
+from pipeloom.runtime.draws import drawing
 from pipeloom.runtime.foreign_draws import ForeignDraws
 
 KEY = DrawKey(0, 0, 0, microbatch=2, unit="blocks.3")

@@ -42,7 +42,7 @@ class Rank:
         inputs = split_batch((self.inputs,), {}, None, 2)
         loss = LossRule(loss_fn).for_step([1, 1], [None, None], 1.0) if is_training else None
         self.context = StepContext(inputs, loss, Ambient.capture(), 0, 0, ForeignDraws(), not is_training)
-        made = {s: Stage(s, units[s], is_first=s == 0, has_recompute=recompute) for s in stages}
+        made = {s: Stage(s, units[s], has_recompute=recompute) for s in stages}
         scopes = {s: GradientScope(stage.module.parameters()) for s, stage in made.items()}
         self.outbox = Outbox()
         self.table = RankHandlers(made, num_stages, scopes, self.outbox, self.context).table

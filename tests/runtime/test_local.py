@@ -24,7 +24,7 @@ class Run:
     def __init__(self, last=None):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), last or nn.Linear(2, 2))
-        stages = [Stage(i, units, is_first=i == 0) for i, units in enumerate(split(self.model, num_stages=3).stages)]
+        stages = [Stage(i, units) for i, units in enumerate(split(self.model, num_stages=3).stages)]
         self.programs = Programs("1f1b", 3, False)
         self.runtime = LocalRuntime(stages, self.programs.placement)
         self.rows = torch.ones(6, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import split
 
@@ -14,7 +14,7 @@ def keys(stage, microbatch=0):
 
 
 def stage_of(model, index=0, num_stages=1, **options):
-    return Stage(index, split(model, num_stages=num_stages).stages[index], is_first=index == 0, **options)
+    return Stage(index, split(model, num_stages=num_stages).stages[index], **options)
 
 
 class Scaled(nn.Module):
@@ -29,7 +29,7 @@ def test_first_stage_takes_arguments():
 
 def test_later_stages_take_one_value():
     units = split(nn.Sequential(nn.Identity(), Scaled(), Scaled()), cuts=[1]).stages[1]
-    stage = Stage(1, units, is_first=False)
+    stage = Stage(1, units)
     assert stage(torch.ones(2), keys(stage)).tolist() == [1.0, 1.0]
     assert [unit.name for unit in stage.units] == ["1", "2"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.runtime.ambient import Ambient
-from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs

@@ -14,52 +14,17 @@ backward must therefore run inside `drawing_in_backward`.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pipeloom.errors import DrawError, PipeloomWarning
 from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_generator
-
-if TYPE_CHECKING:
-    from pipeloom.runtime.foreign_draws import ForeignDraws
-
-
-@dataclass(frozen=True, slots=True)
-class DrawKey:
-    """What random numbers are a function of; nothing in it says which rank or thread runs.
-
-    Args:
-        seed: of the whole run.
-        step_index: the step, counted from 0.
-        data_rank: which data replica.
-        microbatch: which part of the batch.
-        unit: name of the unit in the user's model.
-    """
-
-    seed: int
-    step_index: int
-    data_rank: int
-    microbatch: int
-    unit: str
-
-    def generator_seed(self, call: int = 0, order: int = 0) -> int:
-        """A seed of 63 bits, the same in every process and on every machine.
-
-        The CPU's Mersenne twister starts from the low 32 bits of it, as it does with any seed.
-
-        Args:
-            call: which call of the unit within one forward of the micro-batch.
-            order: 0 for the first device of its type on which this call draws, 1 for the second, and so on.
-        """
-        parts = (self.seed, self.step_index, self.data_rank, self.microbatch, self.unit, call, order)
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+from pipeloom.runtime.draw_key import DrawKey
+from pipeloom.runtime.foreign_draws import ForeignDraws
 
 
 class DrawStream:

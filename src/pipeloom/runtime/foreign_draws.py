@@ -24,12 +24,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.errors import DrawError
-
-if TYPE_CHECKING:
-    from pipeloom.runtime.draws import DrawKey
+from pipeloom.runtime.draw_key import DrawKey
 
 _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
 

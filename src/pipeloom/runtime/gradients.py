@@ -1,11 +1,12 @@
-"""The gradients of one stage during one step: add up as autograd does, or come back as they were.
+"""The gradients during one step: add up as autograd does, or come back as they were.
 
 A step is a transaction: if it fails, the gradients that were there before it are there again (contract 14).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -60,3 +61,37 @@ class GradientScope:
                 parameter.grad = None
             elif copy is not None:
                 earlier.copy_(copy)
+
+
+class GradientChanges:
+    """What one step did to the gradients of all stages.
+
+    Args:
+        scopes: per stage, the gradients that the step may change.
+    """
+
+    def __init__(self, scopes: Mapping[int, GradientScope] | None = None) -> None:
+        self.scopes = scopes or {}
+
+    def finish(self, scale: float) -> None:
+        """Scale what was set apart and add it to earlier gradients."""
+        for scope in self.scopes.values():
+            scope.finish(scale)
+
+    def __enter__(self) -> Self:
+        """What runs inside belongs to the step: if it fails, the step is undone."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Put the gradients back as they were before the step."""
+        for scope in self.scopes.values():
+            scope.restore()
+
+    def undo_late(self, stages: Collection[int]) -> None:
+        """Drop what backwards of ``stages`` added that went on after `undo`."""
+        for stage in stages:
+            self.scopes[stage].drop_late()

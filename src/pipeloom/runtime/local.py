@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Self
 
 import torch
 
@@ -13,7 +12,7 @@ from pipeloom.ir import Kind, Placement, Timeline
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
-from pipeloom.runtime.gradients import GradientScope
+from pipeloom.runtime.gradients import GradientChanges, GradientScope
 from pipeloom.runtime.handlers import RankHandlers
 from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.stage import Stage
@@ -39,7 +38,7 @@ class LocalRuntime:
         self._threads = RankThreads(placement.num_ranks)
         self.peak_live_slots: tuple[int, ...] = ()
         self.wait_for_late_ranks = self._threads.wait_for_late_ranks
-        self.close = weakref.finalize(self, self._threads.close)
+        self.close = weakref.finalize(self, self._threads.close)  # called at the latest when nobody has this any more
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> tuple[Timeline | None, GradientChanges]:
         """Run one step or evaluation on all ranks.
@@ -50,7 +49,7 @@ class LocalRuntime:
         Raises:
             BaseException: what the first failing rank raised; gradients are then as they were before.
         """
-        self.wait_for_late_ranks()
+        self.wait_for_late_ranks()  # before this step remembers gradients that they may still add to
         changes = GradientChanges() if context.loss is None else self._changes(context.loss)
         transport = LocalTransport(plan.schedule, plan.channels)
         control = Control(plan.schedule.num_ranks)
@@ -79,37 +78,3 @@ class LocalRuntime:
         parameters = {stage.index: list(stage.module.parameters()) for stage in self._stages}
         parameters[len(self._stages) - 1] += loss.rule.parameters  # the last stage computes the loss
         return GradientChanges({index: GradientScope(found) for index, found in parameters.items()})
-
-
-class GradientChanges:
-    """What one step did to the gradients of all stages.
-
-    Args:
-        scopes: per stage, the gradients that the step may change.
-    """
-
-    def __init__(self, scopes: Mapping[int, GradientScope] | None = None) -> None:
-        self.scopes = scopes or {}
-
-    def finish(self, scale: float) -> None:
-        """Scale what was set apart and add it to earlier gradients."""
-        for scope in self.scopes.values():
-            scope.finish(scale)
-
-    def __enter__(self) -> Self:
-        """What runs inside belongs to the step: if it fails, the step is undone."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.undo()
-
-    def undo(self) -> None:
-        """Put the gradients back as they were before the step."""
-        for scope in self.scopes.values():
-            scope.restore()
-
-    def undo_late(self, stages: Collection[int]) -> None:
-        """Drop what backwards of ``stages`` added that went on after `undo`."""
-        for stage in stages:
-            self.scopes[stage].drop_late()

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pipeloom.runtime.draws import DrawKey, drawing
+from pipeloom.runtime.draw_key import DrawKey
+from pipeloom.runtime.draws import drawing
 from pipeloom.runtime.foreign_draws import ForeignDraws
 
 
@@ -31,9 +32,8 @@ class Stage:
     """The units of one stage.
 
     Args:
-        index: position in model order.
+        index: position in model order; the input of stage 0 is the model's, positional and keyword arguments.
         units: what it runs, in call order.
-        is_first: its input is the model's, positional and keyword arguments.
         device: where it lives; None leaves everything where it is.
         has_recompute: only its input is kept between forward and backward.
     """
@@ -43,13 +43,11 @@ class Stage:
         index: int,
         units: Sequence[Unit],
         *,
-        is_first: bool,
         device: torch.device | None = None,
         has_recompute: bool = False,
     ) -> None:
         self.index = index
         self.units = tuple(units)
-        self.is_first = is_first
         self.device = device
         self.has_recompute = has_recompute
         self.module = nn.ModuleList(unit.module for unit in units)
@@ -60,7 +58,7 @@ class Stage:
         """Run the units; ``keys`` holds one random key per unit, ``foreign`` refuses draws that no key can reach."""
         for position, (unit, key) in enumerate(zip(self.units, keys, strict=True)):
             with drawing(key, foreign=foreign):
-                if self.is_first and position == 0:
+                if self.index == 0 and position == 0:
                     args, kwargs = value
                     value = unit.module(*args, **kwargs)
                 else:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.runtime.ambient import Ambient
-from pipeloom.runtime.draws import DrawKey, drawing, drawing_in_backward
+from pipeloom.runtime.draw_key import DrawKey
+from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
 from pipeloom.runtime.microbatches import MicrobatchInputs, split_batch
@@ -65,7 +66,7 @@ def sequential_step(  # long: what each argument means, once each
     loss = rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
     ties = Ties(made)
     try:
-        oracle = _Oracle(Stage(0, made.units, is_first=True), inputs, loss, Ambient.capture(), seed, step_index)
+        oracle = _Oracle(Stage(0, made.units), inputs, loss, Ambient.capture(), seed, step_index)
         scope = GradientScope([*oracle.whole.module.parameters(), *rule.parameters])
         # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
         with ThreadPoolExecutor(1) as executor:
