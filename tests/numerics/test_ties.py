@@ -109,3 +109,26 @@ def test_a_frozen_tied_weight_gets_no_gradient():
         pipe.step(inputs, target=target)
         assert model[0].weight.grad is None
         assert model[2].weight.grad is not None
+
+
+def test_a_hook_that_masks_a_tied_weight_masks_its_gradient():
+    model = _tied()
+    model[0].weight.register_hook(lambda grad: grad * 0)
+    inputs, target = CASES["transformer"].batch(4)
+    with pl.Pipeline(model, cuts=[3], num_microbatches=2, loss_fn=token_loss) as pipe:
+        pipe.step(inputs, target=target)
+        assert not model[0].weight.grad.any()
+        assert model[2].weight.grad.any()
+
+
+def test_a_sparse_embedding_tied_to_a_dense_head():
+    model = _tied()
+    model[0].sparse = True
+    reference = copy.deepcopy(model).double()
+    inputs, target = CASES["transformer"].batch(8)
+    with pl.Pipeline(model.double(), cuts=[3], num_microbatches=2, loss_fn=token_loss) as pipe:
+        for _ in range(2):
+            pipe.step(inputs, target=target)
+            token_loss(reference(inputs), target).backward()
+        found, expected = model[0].weight.grad, reference[0].weight.grad
+        torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=1e-14)

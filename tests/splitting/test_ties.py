@@ -89,3 +89,46 @@ def test_copies_of_an_earlier_cut_are_taken_for_their_owner():
     again = ties_of(model)
     again.undo()
     assert all(layer.weight is weight for layer in model)
+
+
+@pytest.mark.parametrize(
+    "change", [torch.nn.utils.parametrizations.weight_norm, lambda layer: layer.__delattr__("weight")]
+)
+def test_weight_that_left_its_place_is_noticed(change):
+    """The step ended in a KeyError: 'weight'."""
+    model = tied(2)
+    ties = ties_of(model)
+    change(model[1])
+    with pytest.raises(RuntimeStateError, match="parametrized or pruned after it was cut"):
+        ties.refresh()
+    ties.undo()
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+@pytest.mark.parametrize("sparse_stage", [0, 1, 2])
+def test_sparse_shares_join_dense_ones(sparse_stage, has_earlier):
+    """An embedding with sparse gradients as the head's weight: the step ended with torch's "add(sparse, dense)"."""
+    model = tied(3)
+    ties = ties_of(model)
+    for stage, layer in enumerate(model):
+        share = torch.eye(2)
+        layer.weight.grad = share.to_sparse() if stage == sparse_stage else share
+    model[0].weight.grad = model[0].weight.grad if has_earlier else None
+    ties.gather()
+    assert torch.equal(model[0].weight.grad.to_dense(), torch.eye(2) * (3 if has_earlier else 2))
+
+
+def test_hooks_of_the_weight_see_every_share():
+    """A hook that masks rows, as people freeze a padding token with, did not reach the head's share."""
+    model, seen = tied(3), []
+    ties = ties_of(model)
+    handles = [model[0].weight.register_hook(lambda grad: grad * 2), model[0].weight.register_hook(seen.append)]
+    for _ in range(2):
+        ties.refresh()
+    model[2].weight.sum().backward()
+    assert torch.equal(model[2].weight.grad, torch.full((2, 2), 2.0))
+    assert [each[0, 0].item() for each in seen] == [2.0]
+    for handle in handles:
+        handle.remove()
+    model[1].weight.sum().backward()
+    assert torch.equal(model[1].weight.grad, torch.ones(2, 2))

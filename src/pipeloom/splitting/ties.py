@@ -2,13 +2,15 @@
 
 One leaf in two stages would collect gradients from two threads at once, in any order. So every stage but the first that
 uses a weight gets a leaf of its own on the same memory: an optimizer that updates the first one updates them all, each
-stage accumulates its own share over the micro-batches, and shares are summed last stage first (contract 2).
+stage accumulates its own share over the micro-batches, and shares are summed last stage first (contract 2). Hooks of
+the weight see each share by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,10 +29,8 @@ class _Place:
     name: str
 
     @property
-    def parameter(self) -> nn.Parameter:
-        found = self.module._parameters[self.name]
-        assert found is not None, "places are made of parameters that exist"
-        return found
+    def parameter(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
         self.module._parameters[self.name] = parameter
@@ -71,16 +71,19 @@ class Ties:
         """Before a step: copies are their owners, also after ``.data`` was assigned or the devices changed.
 
         Raises:
-            RuntimeStateError: another pipeline was made from the model meanwhile.
+            RuntimeStateError: it was replaced meanwhile, as another pipeline made from the model does.
         """
         for tie in self._ties:
             if any(place.parameter is not tie.copy for place in tie.places):
                 raise RuntimeStateError(
-                    "a weight that stages share was replaced: another pipeline was made from this model",
+                    "a weight that stages share was replaced: another pipeline was made from this model, or its module "
+                    "was parametrized or pruned after it was cut",
                     "make each pipeline from a model of its own, or unwrap() the first one before",
                 )
             tie.copy.requires_grad_(tie.owner.requires_grad)
             tie.copy.data = tie.owner.data.to(tie.copy.device)
+            if tie.copy.requires_grad and not tie.copy._backward_hooks:
+                tie.copy.register_hook(partial(_hooked, tie.owner))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -91,9 +94,12 @@ class Ties:
             if share is not None:
                 share = share.to(tie.owner.device)
                 _, earlier = sums.get(id(tie.owner), (tie.owner, None))
-                sums[id(tie.owner)] = (tie.owner, share if earlier is None else earlier + share)
+                sums[id(tie.owner)] = (tie.owner, share if earlier is None else _sum(earlier, share))
         for owner, total in sums.values():
-            owner.grad = total if owner.grad is None else owner.grad.add_(total)
+            if owner.grad is None or owner.grad.is_sparse:
+                owner.grad = total if owner.grad is None else _sum(owner.grad, total)
+            else:
+                owner.grad.add_(total)
 
     def undo(self) -> None:
         """Give every stage the one weight again."""
@@ -114,9 +120,23 @@ def _places(made: Split, stage: int) -> Iterator[_Place]:
 
 def _owner(place: _Place) -> nn.Parameter:
     """The weight itself; a copy that an earlier pipeline left in the model is replaced by what it stands for."""
-    owner: nn.Parameter = getattr(place.parameter, _OWNER, place.parameter)
+    found = place.parameter
+    assert found is not None, "places are made of parameters that exist"
+    owner: nn.Parameter = getattr(found, _OWNER, found)
     place.put(owner)
     return owner
+
+
+def _hooked(owner: nn.Parameter, share: torch.Tensor) -> torch.Tensor:
+    """What the owner's hooks, as they are now, make of a share: a mask for some rows holds in every stage."""
+    for hook in (owner._backward_hooks or {}).values():
+        share = found if (found := hook(share)) is not None else share
+    return share
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """An embedding's gradient may be sparse, a head's is dense, and torch adds those in one order only."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def _tied(places: list[_Place]) -> _Tie:
