@@ -231,3 +231,9 @@ def test_own_model_with_another_output_is_refused(capsys, monkeypatch):
     assert train("--config", "tiny.toml", "--model", "my_classifier:classifier") == 2
     assert "the model returned (1, 8, 10); next-byte logits of shape (1, 8, 256) are needed" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 130)])
+def test_a_run_that_was_interrupted_has_a_code_of_its_own(is_finished, code, monkeypatch):
+    monkeypatch.setattr("pipeloom.train.job.train", lambda layers, console, **options: is_finished)
+    assert cli.main(["train"]) == code

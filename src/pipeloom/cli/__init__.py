@@ -10,13 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from pipeloom.cli.codes import CLOSED_PIPE, INTERRUPTED, WRONG_VALUE
 from pipeloom.cli.terminal import close_quietly, print_error, write_anything
 from pipeloom.errors import PipeloomError, near
-
-WRONG_VALUE = 2
-"""Exit code for whatever the user can put right."""
-INTERRUPTED = 130
-CLOSED_PIPE = 141
 
 COMMANDS = {
     "show": "draw and describe a schedule",

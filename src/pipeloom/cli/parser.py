@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from pipeloom.cli.codes import WRONG_VALUE
 from pipeloom.cli.terminal import print_error
 from pipeloom.errors import near
 
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     def stop(self, message: str, hint: str | None) -> NoReturn:
         """End with exit code 2 and one message."""
         print_error(message, hint or f"see {self.prog} --help")
-        raise SystemExit(2)
+        raise SystemExit(WRONG_VALUE)
 
 
 class _Formatter(argparse.HelpFormatter):

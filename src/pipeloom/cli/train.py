@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
+from pipeloom.cli.codes import INTERRUPTED
 from pipeloom.errors import ConfigError, near
 from pipeloom.train.config import SEE_HELP, Layer, read_config_file, sections
 
@@ -46,7 +47,8 @@ def run(argv: list[str]) -> int:
 
     from pipeloom.train.job import train
 
-    return train(layers, Console(file=sys.stdout), resume=resume, stop_after=stop_after)
+    is_finished = train(layers, Console(file=sys.stdout), resume=resume, stop_after=stop_after)
+    return 0 if is_finished else INTERRUPTED
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:

@@ -20,12 +20,10 @@ from pipeloom.train.loop import Loop, make_optimizer
 from pipeloom.train.metrics import Record, Sink, json_lines, lines, live_bar, say, tensorboard
 from pipeloom.train.run_folder import Start, find_start, prepare_folder
 
-INTERRUPTED = 130
-
 
 def train(
     layers: Sequence[Layer], console: Console, *, resume: str | None = None, stop_after: int | None = None
-) -> int:
+) -> bool:
     """Run or continue a training run; what is wrong with the input is found before a folder is made.
 
     Args:
@@ -35,7 +33,7 @@ def train(
         stop_after: the step at which to stop, if not at the last.
 
     Returns:
-        0, or 130 after Ctrl-C.
+        False if Ctrl-C stopped it.
 
     Raises:
         PipeloomError: whatever the user can put right.
@@ -52,7 +50,7 @@ def train(
         with _sinks(start, console) as loop.sink:
             loop.run(min(config.train.steps, stop_after or config.train.steps), interrupt)
     _conclude(console, loop, interrupt.is_set())
-    return INTERRUPTED if interrupt.is_set() else 0
+    return not interrupt.is_set()
 
 
 @contextlib.contextmanager

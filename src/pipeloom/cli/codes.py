@@ -1,0 +1,12 @@
+"""The exit codes of `pipeloom`, besides 0."""
+
+from __future__ import annotations
+
+from typing import Final
+
+WRONG_VALUE: Final = 2
+"""Whatever the user can put right."""
+INTERRUPTED: Final = 130
+"""Ctrl-C: 128 and the number of its signal, as shells count."""
+CLOSED_PIPE: Final = 141
+"""Nobody reads the output any more: likewise."""
