@@ -1,8 +1,8 @@
 """A folder that is there whole or not at all.
 
 Writing into the final place leaves half a checkpoint when the machine dies, and it looks like a whole
-one.  Here everything is written into ``.tmp-…`` beside it, flushed to the disk, listed with sizes and
-SHA-256 in a manifest that is written last, and renamed in one step.  Loading reads no file that the
+one. Here everything is written into ``.tmp-…`` beside it, flushed to the disk, listed with sizes and
+SHA-256 in a manifest that is written last, and renamed in one step. Loading reads no file that the
 manifest does not vouch for.
 """
 

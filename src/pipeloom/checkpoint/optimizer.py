@@ -2,7 +2,7 @@
 
 ``Optimizer.state_dict()`` numbers parameters by their place in the groups, so its state fits only an
 optimizer that was built in the same order: another cut of the pipeline would hand a momentum to the wrong
-weight without a word.  Names do not move.
+weight without a word. Names do not move.
 """
 
 from __future__ import annotations

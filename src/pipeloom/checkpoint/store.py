@@ -68,8 +68,10 @@ class CheckpointStore:
     def set_aside_after(self, step_index: int) -> Path | None:
         """Move checkpoints later than ``step_index`` out of the way of a run that goes on from there.
 
-        They are kept: the run that made them may be what the user wants to compare with.  Returns the
-        folder they were moved to, or None if there were none.
+        They are kept: the run that made them may be what the user wants to compare with.
+
+        Returns:
+            The folder they were moved to, or None if there were none.
         """
         later = [step for step in self.steps() if step > step_index]
         if not later:

@@ -1,6 +1,6 @@
 """Named tensors in safetensors files.
 
-``torch.save`` writes a pickle, and loading one can run anything.  safetensors holds only numbers, but it
+``torch.save`` writes a pickle, and loading one can run anything. safetensors holds only numbers, but it
 refuses tensors that share memory; a tied parameter is therefore written once and its other names are kept
 in the file's metadata.
 """

@@ -1,1 +1,1 @@
-"""`pipeloom train`: configuration, text, loop, figures.  Importing this loads nothing heavy."""
+"""`pipeloom train`: configuration, text, loop, figures. Importing this loads nothing heavy."""

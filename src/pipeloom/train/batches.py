@@ -1,7 +1,7 @@
 """Windows of text in an order that is a function of (seed, position).
 
 A shuffling loader with workers and generators of its own has state in many places, and a resumed run repeats
-or skips data.  Here the order of an epoch follows from the seed and the epoch's number alone, so one integer
+or skips data. Here the order of an epoch follows from the seed and the epoch's number alone, so one integer
 is the whole state.
 """
 
@@ -18,7 +18,7 @@ from pipeloom.train.corpus import Bytes
 class Batches:
     """An endless iterator of (inputs, targets), each an int64 tensor (batch_size, sequence_length).
 
-    Targets are the inputs moved by one byte.  An epoch takes windows side by side from a random phase,
+    Targets are the inputs moved by one byte. An epoch takes windows side by side from a random phase,
     shuffled; a batch may straddle two epochs.
 
     Attributes:

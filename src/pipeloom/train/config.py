@@ -1,6 +1,6 @@
 """What a run is: one frozen value, checked in one place before anything slow begins.
 
-Scattered ``config.get("lr", 3e-4)`` calls let a misspelt key train for an hour with the default.  Here every
+Scattered ``config.get("lr", 3e-4)`` calls let a misspelt key train for an hour with the default. Here every
 key is a field, an unknown one is an error with the near names, and defaults, file and flags are layers of
 plain values that are merged first and checked once, so that a message can say which layer is to blame.
 """

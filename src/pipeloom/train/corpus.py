@@ -1,6 +1,6 @@
 """Text from files, split into what is trained on and what is held out.
 
-Splitting one long string at 90 % holds out whatever happens to be last.  Here whole documents (a file, or a
+Splitting one long string at 90 % holds out whatever happens to be last. Here whole documents (a file, or a
 line of a .jsonl file) are held out, chosen by a hash of their relative path: adding a file moves no other
 one to the other side.
 """

@@ -26,8 +26,8 @@ _HINT = "give --model module:function, where the function returns an nn.Module"
 def build_model(config: ModelConfig, seed: int) -> nn.Module:
     """Call ``config.factory`` with torch seeded, and return its model.
 
-    The factory takes nothing, or the `[model]` section.  The model maps int64 bytes (B, T) to logits of the
-    next byte, (B, T, 256).  Modules are looked for in the current folder too.
+    The factory takes nothing, or the `[model]` section. The model maps int64 bytes (B, T) to logits of the
+    next byte, (B, T, 256). Modules are looked for in the current folder too.
 
     Raises:
         ConfigError: no such module or function, it fails, or what it returns is no nn.Module.

@@ -1,6 +1,6 @@
 """The default model: a byte-level GPT, written plainly.
 
-Every child takes one tensor and returns one, so a stage may begin at any of them.  Two things differ from GPT-2,
+Every child takes one tensor and returns one, so a stage may begin at any of them. Two things differ from GPT-2,
 because a run of three minutes has hundreds of steps, not thousands: positions are rotary (Su et al. 2021, section
 3.2) rather than learned, and the embedding sees the bytes just before, so that attention need not first find them.
 

@@ -1,6 +1,6 @@
 """The model and a bigram, scored on the same held-out bytes.
 
-A loss without a baseline says little, and uniform bytes (5.55 nats) are too easy a one.  Counting pairs over
+A loss without a baseline says little, and uniform bytes (5.55 nats) are too easy a one. Counting pairs over
 the whole training text is the strongest model with one byte of context, and takes a second.
 """
 

@@ -55,7 +55,7 @@ def make_optimizer(pipe: Pipeline, config: OptimizerConfig) -> torch.optim.AdamW
 
 @dataclass
 class Loop:
-    """A run.  Its whole state is the model, the optimizer, ``batches.position`` and ``step_index``.
+    """A run. Its whole state is the model, the optimizer, ``batches.position`` and ``step_index``.
 
     Random draws need none: each is keyed by the seed and the step.
 

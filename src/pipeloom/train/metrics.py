@@ -1,7 +1,7 @@
 """What a step and a held-out evaluation report, and where it goes: a file, a terminal, TensorBoard.
 
 A bar in a log file is a megabyte of escape codes, and a line per step on a terminal scrolls the start of
-the run away; so both displays take the same records.  A sink is a function, opened by a context.
+the run away; so both displays take the same records. A sink is a function, opened by a context.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a run lives, and where a run goes on from.
 
-A fixed output folder means that the second run destroys the first.  Here a new run takes a folder that is
+A fixed output folder means that the second run destroys the first. Here a new run takes a folder that is
 empty or not there yet, a resumed run goes on in its own, and nothing that a run has written is overwritten:
 checkpoints later than the one that it continues from are moved aside.
 """
