@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import pipeloom.runtime
 from tools.lines import BUDGETS
 from tools.rooms import parse_table
 from tools.source import read
@@ -50,3 +51,16 @@ def test_the_two_files_of_a_new_schedule_exist() -> None:
     named = re.findall(r"`(src/pipeloom/schedules/[\w.]+)`", page)
     assert (ROOT / "src/pipeloom/schedules/registry.py").exists()
     assert sorted(named) == ["src/pipeloom/schedules/NAME.py", "src/pipeloom/schedules/registry.py"]
+
+
+def test_what_to_read_first_is_there() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## Where to begin reading")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", section)
+    assert len(named) >= 9
+    assert [name for name in named if not (ROOT / "src/pipeloom" / name).exists()] == []
+
+
+def test_the_map_of_the_runtime_names_every_file() -> None:
+    words = set(re.findall(r"\w+", (pipeloom.runtime.__doc__ or "").partition("::")[2]))
+    files = {path.stem for path in (ROOT / "src/pipeloom/runtime").iterdir() if not path.name.startswith("_")}
+    assert files - words == set()
