@@ -214,11 +214,36 @@ def test_output_that_is_no_loss():
         ({"loss_reduction": "none"}, "loss_reduction='none' was given; 'mean' or 'sum' is needed"),
         ({"on_nan": "stop"}, "on_nan='stop' was given; one of 'raise', 'skip', 'ignore' is needed"),
         ({"loss_fn": 3}, r"loss_fn=3 was given; a function loss_fn\(output, target\) is needed"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn=MSELoss was given, a class.*\nhint: pass loss_fn=MSELoss\(\)"),
+        ({"loss_fn": mean_square, "loss_count": 3}, r"loss_count=3 was given; a function loss_count\(target\)"),
     ],
 )
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(LossError, match=message):
         pl.Pipeline(chain(), **options)
+
+
+@pytest.mark.parametrize("scale", [None, "2", [1.0], torch.ones(2)])
+def test_loss_scale_that_is_no_number(scale):
+    """The step ended on a rank's thread, in a sum of a text and a number."""
+    with (
+        pipeline(nn.CrossEntropyLoss()) as pipe,
+        pytest.raises(LossError, match=r"loss_scale=.*a number[^$]*GradScaler"),
+    ):
+        pipe.step(rows(7), target=TARGETS, loss_scale=scale)
+
+
+def test_gradient_scaler_of_torch():
+    """As people train in float16; the scaler wants to have scaled something, so it is given a one."""
+    with pipeline(nn.CrossEntropyLoss()) as pipe:
+        pipe.step(rows(7), target=TARGETS)
+        expected = [parameter.grad.clone() for parameter in pipe.parameters()]
+        pipe.zero_grad()
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), pipe.optimizer(torch.optim.SGD)
+        pipe.step(rows(7), target=TARGETS, loss_scale=scaler.scale(torch.ones(())))
+        scaler.unscale_(optimizer)
+        assert all(p.grad.allclose(e, atol=1e-6) for p, e in zip(pipe.parameters(), expected, strict=True))
+        scaler.step(optimizer)
 
 
 def poisoned(microbatch, value=math.nan):

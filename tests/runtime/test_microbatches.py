@@ -1,3 +1,4 @@
+import re
 from collections import OrderedDict, UserDict
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_gradient_of_the_batch_is_whole() -> None:
     assert torch.equal(batch.grad, 2 * BATCH)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3.0), "text", 7, None, torch.Size((7, 2)), np.zeros(7)])
+@pytest.mark.parametrize("value", [torch.tensor(3.0), "text", 7, None, torch.Size((7, 2)), np.zeros(())])
 def test_what_has_no_rows_goes_to_all_as_it_is(value: Any) -> None:
     parts = split_batch((BATCH, value), {"same": value}, None, 2)
     assert all(part.args[1] is value and part.kwargs["same"] is value for part in parts)
@@ -249,3 +250,20 @@ def test_split_then_merge_gives_the_batch(num_rows: int, width: int, num_microba
     assert torch.equal(merged["x"], value["x"])
     assert torch.equal(merged["y"][0], value["y"][0])
     assert merged["y"][1:] == ["text", pytest.approx(2.0)]
+
+
+@pytest.mark.parametrize("place", ["args[1]", "kwargs['mask']", "target"])
+def test_arrays_that_are_no_tensors_are_refused(place: str) -> None:
+    """Every micro-batch got the whole batch's targets, and a loss that broadcasts had nothing to say against it."""
+    given = {"args[0]": torch.ones(4, 2), "args[1]": None, "kwargs['mask']": None, "target": None}
+    given[place] = np.ones((4, 2))
+    message = rf"{re.escape(place)} is a ndarray of shape \(4, 2\)[^$]*hint: pass torch.as_tensor"
+    with pytest.raises(BatchError, match=message):
+        split_batch([given["args[0]"], given["args[1]"]], {"mask": given["kwargs['mask']"]}, given["target"], 2)
+
+
+def test_an_array_may_be_replicated() -> None:
+    array = np.ones((3, 2))
+    made = split_batch([torch.ones(4, 2), Replicated(array), np.float32(3)], {}, None, 2)
+    assert [each.args[1] is array for each in made] == [True, True]
+    assert made[1].args[2] == 3

@@ -45,6 +45,11 @@ class LossRule:
             raise LossError(f"loss_reduction={self.reduction!r} was given; 'mean' or 'sum' is needed")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise LossError(f"loss_fn={self.loss_fn!r} was given; a function loss_fn(output, target) is needed")
+        if isinstance(self.loss_fn, type) and issubclass(self.loss_fn, nn.Module):
+            name = self.loss_fn.__name__
+            raise LossError(f"loss_fn={name} was given, a class; a module is needed", f"pass loss_fn={name}()")
+        if self.count is not None and not callable(self.count):
+            raise LossError(f"loss_count={self.count!r} was given; a function loss_count(target) is needed")
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -68,7 +73,7 @@ class LossRule:
 
         Raises:
             LossError: the loss function needs a target and there is none, a target brings a graph along, or what it
-                counts is no number.
+                counts, or ``scale``, is no number.
         """
         if self._num_arguments[0] > 1 and any(each is None for each in targets):
             raise LossError(
@@ -80,7 +85,7 @@ class LossRule:
                 "the target requires a gradient; a step finds those of parameters and inputs, and would drop this one",
                 "pass target.detach(), or make the target under torch.no_grad()",
             )
-        return StepLoss(self, list(num_samples), self._counts(targets), scale, targets)
+        return StepLoss(self, list(num_samples), self._counts(targets), _scale(scale), targets)
 
     def _counts(self, targets: Sequence[Any]) -> list[float] | None:
         own = getattr(self.loss_fn, "count", None)
@@ -241,6 +246,16 @@ def _number(microbatch: int, count: Any) -> float:
         return float(count)
     except (TypeError, ValueError, RuntimeError):
         raise LossError(f"the count of micro-batch {microbatch} is {_describe(count)}; a number is needed") from None
+
+
+def _scale(scale: Any) -> float:
+    try:
+        return float(scale + 0)  # not the text "2"
+    except (TypeError, ValueError, RuntimeError):
+        raise LossError(
+            f"loss_scale={scale!r} was given; a number, or a tensor that holds one, is needed",
+            "with a torch.amp.GradScaler: loss_scale=scaler.scale(torch.ones(()))",
+        ) from None
 
 
 def _num_arguments(loss_fn: LossFn) -> tuple[int, float]:

@@ -61,10 +61,11 @@ def split_batch(
     """Cut a batch into micro-batches whose sizes differ by at most one, the larger ones first (contract 11).
 
     Tensors with the batch's rows are cut along dimension 0, as views. Tensors without dimensions, values that are
-    no tensors, and what is wrapped in `Replicated` go to every micro-batch as they are.
+    no arrays, and what is wrapped in `Replicated` go to every micro-batch as they are.
 
     Raises:
-        BatchError: no tensor has a dimension; there are fewer rows than micro-batches; a tensor has other rows.
+        BatchError: no tensor has a dimension; there are fewer rows than micro-batches; a tensor has other rows; an
+            array is no tensor.
     """
     num_rows = batch_size(args, kwargs, target)
     _check_count(num_rows, num_microbatches)
@@ -101,6 +102,17 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Ite
         for path, leaf in leaves(root, value, atoms=Replicated):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 yield path, leaf
+            elif not isinstance(leaf, torch.Tensor | torch.Size):
+                _refuse_array(path, leaf)
+
+
+def _refuse_array(path: str, leaf: Any) -> None:
+    """An array of numpy (or a frame) has rows as a tensor has; whole, it would be right for no micro-batch."""
+    if getattr(leaf, "shape", ()):
+        raise BatchError(
+            f"{path} is a {type(leaf).__name__} of shape {tuple(leaf.shape)}; only tensors are cut into micro-batches",
+            f"pass torch.as_tensor({path}), or pipeloom.Replicated({path}) if every micro-batch is to get it whole",
+        )
 
 
 def _batched(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, torch.Tensor]:
