@@ -273,13 +273,12 @@ class Pipeline:
     # How it is wired.
 
     def _make_stages(self, devices: Sequence[torch.device | str | int] | None) -> list[Stage]:
-        if devices is not None and len(devices) != self.num_ranks:
-            raise UnsupportedShape(f"{len(devices)} devices were given for {self.num_ranks} ranks; each needs one")
+        places = None if devices is None else _devices(devices, self.num_ranks)
         return [
             Stage(
                 index,
                 units,
-                device=None if devices is None else torch.device(devices[self._programs.placement.rank_of(index)]),
+                device=None if places is None else places[self._programs.placement.rank_of(index)],
                 has_recompute=index in self._programs.recomputed,
             )
             for index, units in enumerate(self._split.stages)
@@ -342,6 +341,19 @@ def _one_of(name: str, given: Any, known: tuple[str, ...]) -> Any:
     if given not in known:
         raise LossError(f"{name}={given!r} was given; one of {', '.join(map(repr, known))} is needed")
     return given
+
+
+def _devices(given: Sequence[torch.device | str | int], num_ranks: int) -> list[torch.device]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UnsupportedShape(f"devices={given!r} was given; a list with one device for each rank is needed")
+    if len(given) != num_ranks:
+        raise UnsupportedShape(f"{len(given)} devices were given for {num_ranks} ranks; each needs one")
+    try:
+        return [torch.device(each) for each in given]
+    except (RuntimeError, TypeError):
+        raise UnsupportedShape(
+            f"devices={list(given)} were given; each must be a torch.device, or what makes one, as 'cuda:0'"
+        ) from None
 
 
 def _statistics(root: nn.Module, batch_norm: str) -> DeferredStatistics:

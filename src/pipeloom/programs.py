@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import SplitError, UnknownSchedule, UnsupportedShape
 from pipeloom.ir import Kind, Placement, Schedule
+from pipeloom.ir.counts import is_whole
 from pipeloom.ir.verify import require_valid
 from pipeloom.passes import add_recompute, add_transfers
 from pipeloom.runtime.executor import Plan
@@ -42,10 +43,10 @@ class Programs:
             UnsupportedShape: it is no positive whole number, or not that of the given `Schedule`.
         """
         given, own = num_microbatches, self._schedule
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        if given is not None and (not is_whole(given) or given < 1):
             raise UnsupportedShape(f"num_microbatches={given!r} was given; a whole number of at least 1 is needed")
         if not isinstance(own, Schedule):
-            return given or self._num_stages
+            return int(given or self._num_stages)
         if given not in (None, own.num_microbatches):
             raise UnsupportedShape(
                 f"num_microbatches={given} was given with a schedule of {own.num_microbatches} micro-batches",
@@ -91,7 +92,7 @@ class Programs:
 
 def _stages_with_recompute(recompute: bool | Sequence[bool], num_stages: int) -> frozenset[int]:
     flags = [recompute] * num_stages if isinstance(recompute, bool) else recompute
-    if isinstance(flags, str) or not isinstance(flags, Sequence):
+    if isinstance(flags, str) or not isinstance(flags, Sequence) or not all(isinstance(each, bool) for each in flags):
         raise SplitError(f"recompute={flags!r} was given; True, False, or one of them for each stage is needed")
     if len(flags) != num_stages:
         raise SplitError(f"recompute={list(flags)} has {len(flags)} values for {num_stages} stages; give one for each")

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -267,6 +268,19 @@ def test_schedules_that_are_wrong(old, new):
         ({"num_ranks": 3}, UnsupportedShape, "num_ranks=3 was given, but the schedule puts the stages on 2 ranks"),
         ({"devices": ["cpu"]}, UnsupportedShape, "1 devices were given for 2 ranks; each needs one"),
         ({"devices": ["cpu"] * 3}, UnsupportedShape, "3 devices were given for 2 ranks; each needs one"),
+        ({"devices": "cpu"}, UnsupportedShape, "devices='cpu' was given; a list with one device for each rank"),
+        ({"devices": 2}, UnsupportedShape, "devices=2 was given; a list with one device for each rank is needed"),
+        (
+            {"devices": ["cpu", "gpu"]},
+            UnsupportedShape,
+            r"devices=\['cpu', 'gpu'\] were given; each must be a torch.dev",
+        ),
+        (
+            {"devices": [None, None]},
+            UnsupportedShape,
+            r"devices=\[None, None\] were given; each must be a torch.device",
+        ),
+        ({"recompute": ["no", "no"]}, SplitError, r"recompute=\['no', 'no'\] was given; True, False, or one of them"),
         ({"recompute": [True]}, SplitError, r"recompute=\[True\] has 1 values for 2 stages; give one for each"),
         ({"recompute": 1}, SplitError, "recompute=1 was given; True, False, or one of them for each stage is needed"),
         ({"recompute": "all"}, SplitError, "recompute='all' was given; True, False, or one of them for each stage"),
@@ -294,3 +308,11 @@ def test_one_micro_batch_per_stage_by_default():
         assert pipe.num_microbatches == 3
         assert pipe.schedule.name == "1f1b"
         assert pipe.num_stages == pipe.num_ranks == 3
+
+
+def test_counts_may_be_those_of_numpy():
+    """They came back as "num_stages=np.int64(2) was given; a whole number is needed"."""
+    options = {"num_microbatches": np.int64(3), "num_stages": np.int32(2), "cuts": np.array([1])}
+    with pl.Pipeline(linears(3), loss_fn=mean_square, **options) as pipe:
+        assert type(pipe.num_microbatches) is int
+        assert torch.isfinite(pipe.step(rows(6)))

@@ -61,3 +61,17 @@ def test_forward_only_keeps_the_order(name):
     made = schedule(name, num_ranks=3, num_microbatches=4, forward_only=True)
     assert made.is_forward_only
     assert [[a for a in p if a.kind is Kind.FORWARD] for p in whole.programs] == list(map(list, made.programs))
+
+
+@pytest.mark.parametrize(
+    "counts", [{"num_ranks": 2.0}, {"num_ranks": "2"}, {"num_microbatches": None}, {"num_ranks": True}]
+)
+def test_counts_that_are_no_whole_numbers(counts):
+    with pytest.raises(UnsupportedShape, match=r"was given for the number of (ranks|micro-batches); a whole number"):
+        schedule("gpipe", **{"num_ranks": 2, "num_microbatches": 2, **counts})
+
+
+@pytest.mark.parametrize("name", [None, 3, ["1f1b"]])
+def test_name_that_is_no_text(name):
+    with pytest.raises(UnknownSchedule, match="is unknown; the known ones are gpipe, 1f1b"):
+        schedule(name, num_ranks=2, num_microbatches=2)

@@ -1,5 +1,6 @@
 """Which models can be cut where, and what is said about those that cannot."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -44,7 +45,7 @@ def test_cuts_and_stages_may_agree():
     assert sizes(split(layers(4), cuts=[])) == [4]
 
 
-@pytest.mark.parametrize("cut", [(1, 3), range(1, 3), torch.Size([2])])
+@pytest.mark.parametrize("cut", [(1, 3), range(1, 3), torch.Size([2]), np.array([1, 3]), [np.int64(2)]])
 def test_cuts_may_be_any_sequence(cut):
     assert split(layers(5), cuts=cut).num_stages == len(cut) + 1
 
@@ -155,3 +156,10 @@ def test_same_module_twice_in_one_stage():
 def test_module_without_state_may_stand_in_two_stages():
     activation = nn.ReLU()
     assert split(nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation), cuts=[2]).num_stages == 2
+
+
+def test_lazy_layers_have_no_weight_to_balance():
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2))
+    with pytest.raises(SplitError, match=r"the model holds a lazy LazyLinear[^$]*hint: call the model once before"):
+        split(model, num_stages=2)
+    assert sizes(split(model, cuts=[1])) == [1, 1]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pipeloom.errors import UnknownSchedule, UnsupportedShape, near
 from pipeloom.ir import Schedule
+from pipeloom.ir.counts import is_whole
 from pipeloom.schedules.forward_only import forward_only as without_backward
 from pipeloom.schedules.gpipe import gpipe
 from pipeloom.schedules.one_f_one_b import one_f_one_b
@@ -37,12 +38,15 @@ def schedule(
         UnsupportedShape: the schedule does not exist for these counts.
     """
     generate = generator(name)
+    for counted, count in (("ranks", num_ranks), ("micro-batches", num_microbatches)):
+        if not is_whole(count):
+            raise UnsupportedShape(f"{count!r} was given for the number of {counted}; a whole number is needed")
     if stages_per_rank != 1:
         raise UnsupportedShape(
             f"schedule {name!r} was asked for with {stages_per_rank} stages per rank; it holds exactly 1 on each",
             "leave the stages per rank at 1, or use as many ranks as stages",
         )
-    made = generate(num_ranks, num_microbatches)
+    made = generate(int(num_ranks), int(num_microbatches))
     return without_backward(made) if forward_only else made
 
 
@@ -52,8 +56,8 @@ def generator(name: str) -> Generator:
     Raises:
         UnknownSchedule: no schedule has that name; near names are offered.
     """
-    found = GENERATORS.get(name.lower())
+    found = GENERATORS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(GENERATORS)
-        raise UnknownSchedule(f"schedule {name!r} is unknown; the known ones are {known}", near(name, GENERATORS))
+        raise UnknownSchedule(f"schedule {name!r} is unknown; the known ones are {known}", near(str(name), GENERATORS))
     return found

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from pipeloom.errors import RuntimeStateError, SplitError
+from pipeloom.ir.counts import is_whole
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.unpacking import Signature
 
@@ -108,7 +110,7 @@ def split(
 
 
 def _check_count(num_stages: int | None) -> None:
-    if num_stages is not None and (isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1):
+    if num_stages is not None and (not is_whole(num_stages) or num_stages < 1):
         raise SplitError(f"num_stages={num_stages!r} was given; a whole number of at least 1 is needed")
 
 
@@ -151,14 +153,13 @@ def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[
                 f"ask for at most {len(units)} stages",
             )
         return balanced_cuts([_weight(unit.module) for unit in units], wanted)
+    cuts = cuts.tolist() if hasattr(cuts, "tolist") else cuts  # of numpy
     if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise SplitError(f"cuts={cuts!r} was given; a sequence of whole numbers is needed, such as [2, 5]")
     if num_stages is not None and num_stages != len(cuts) + 1:
         raise SplitError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, but num_stages={num_stages} was given too")
     bounds = [0, *cuts, len(units)]
-    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in cuts) or any(
-        before >= after for before, after in pairwise(bounds)
-    ):
+    if not all(map(is_whole, cuts)) or any(before >= after for before, after in pairwise(bounds)):
         raise SplitError(
             f"cuts={list(cuts)} were given; whole numbers are needed, ascending, from 1 to {len(units) - 1}, "
             "each the index of the first layer of a new stage"
@@ -168,6 +169,12 @@ def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[
 
 def _weight(module: nn.Module) -> int:
     """Parameters of a layer, and one for the layer itself."""
+    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+        raise SplitError(
+            f"the model holds a lazy {type(module).__name__}, which has no size before its first call; stages are "
+            "balanced by the parameters of their layers",
+            "call the model once before, or say where to cut with cuts=",
+        )
     return 1 + sum(parameter.numel() for parameter in module.parameters())
 
 
