@@ -303,7 +303,10 @@ class Pipeline:
         if self._is_closed:
             raise RuntimeStateError("the pipeline is closed", "make a new one from the model")
         if not self._in_use.acquire(blocking=False):
-            raise RuntimeStateError("the pipeline is running a step already, in this or another thread")
+            raise RuntimeStateError(
+                "the pipeline is running a step already, in this or another thread",
+                "wait until it returns; threads that train at the same time need a pipeline each",
+            )
         try:
             with self._foreign.step():
                 yield

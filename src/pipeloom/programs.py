@@ -80,7 +80,10 @@ class Programs:
         if isinstance(made, str):
             return make_schedule(made, num_ranks=self._num_stages, num_microbatches=num_microbatches)
         if made.num_stages != self._num_stages:
-            raise UnsupportedShape(f"the schedule is for {made.num_stages} stages; the model has {self._num_stages}")
+            raise UnsupportedShape(
+                f"the schedule is for {made.num_stages} stages; the model has {self._num_stages}",
+                f"cut the model into {made.num_stages} stages, or give the schedule by its name",
+            )
         other = next((action for action in made if action.kind not in _RUNNABLE), None)
         if other is not None or made.is_forward_only:
             raise UnsupportedShape(

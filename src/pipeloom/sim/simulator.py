@@ -15,7 +15,7 @@ from pipeloom.cost import Costs
 from pipeloom.errors import CostError, InvalidSchedule
 from pipeloom.ir import Action, Schedule, Timeline
 from pipeloom.ir.peaks import peak_activation_bytes
-from pipeloom.sim.tasks import UNFINISHED, Tasks
+from pipeloom.sim.tasks import SEE_VERIFY, UNFINISHED, Tasks
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -40,7 +40,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if costs.num_stages != schedule.num_stages:
         raise CostError(
             f"costs of {costs.num_stages} stages were given for a schedule of {schedule.num_stages}; "
-            "each stage needs its own"
+            "each stage needs its own",
+            "Costs.uniform(num_stages, ...) makes them from single numbers",
         )
     run = _Run(Tasks(schedule, costs), schedule.num_ranks)
     run.to_the_end()
@@ -101,7 +102,7 @@ class _Run:
             text = "; ".join(f"rank {rank} stands at {action} and waits for {source}" for rank, action, source in ring)
             raise InvalidSchedule(
                 f"schedule {schedule.name!r} cannot run: {text}, which comes later",
-                "pipeloom.verify draws every fault of a schedule",
+                SEE_VERIFY,
             )
 
     def _ring(self, rank: int) -> list[tuple[int, Action, Action]]:

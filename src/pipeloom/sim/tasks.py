@@ -14,6 +14,7 @@ from pipeloom.errors import InvalidSchedule
 from pipeloom.ir import Action, Kind, Schedule
 from pipeloom.ir.relations import Need, stage_needs
 
+SEE_VERIFY = "pipeloom.verify draws every fault of a schedule"
 UNFINISHED = -1.0
 
 Times = dict[int, float]
@@ -101,7 +102,7 @@ class Tasks:
         self.programs = [self._compiled(rank, program) for rank, program in enumerate(schedule.programs)]
         self.microbatches = [[action.microbatch for action in program] for program in schedule.programs]
         if sum(len(task.ends) for task in self._tasks.values()) != len(schedule):
-            raise InvalidSchedule(f"schedule {schedule.name!r} does {_first_doubled(schedule)} twice")
+            raise InvalidSchedule(f"schedule {schedule.name!r} does {_first_doubled(schedule)} twice", SEE_VERIFY)
         for task in self._tasks.values():
             self._link(task)
         self._wait_for_messages()
@@ -122,9 +123,11 @@ class Tasks:
     def _task(self, rank: int, action: Action) -> Task:
         schedule, kind, stage = self._schedule, action.kind, action.stage
         if not 0 <= stage < schedule.num_stages:
-            raise InvalidSchedule(f"{action} of rank {rank} is of stage {stage}; there are {schedule.num_stages}")
+            what = f"{action} of rank {rank} is of stage {stage}; there are {schedule.num_stages}"
+            raise InvalidSchedule(what, SEE_VERIFY)
         if schedule.rank_of(stage) != rank:
-            raise InvalidSchedule(f"{action} stands on rank {rank}; stage {stage} is on rank {schedule.rank_of(stage)}")
+            what = f"{action} stands on rank {rank}; stage {stage} is on rank {schedule.rank_of(stage)}"
+            raise InvalidSchedule(what, SEE_VERIFY)
         task = self._tasks[(kind, stage)] = Task(kind, stage, rank, self._costs.duration_s(kind, stage))
         return task
 
@@ -139,7 +142,7 @@ class Tasks:
                     alternatives.append((self._times(source, task, met), source))
                     unmet -= met
             if unmet:
-                raise InvalidSchedule(_unmet_text(self._schedule, task.action(min(unmet)), need))
+                raise InvalidSchedule(_unmet_text(self._schedule, task.action(min(unmet)), need), SEE_VERIFY)
             task.needs.append(alternatives)
 
     def _times(self, source: Task, task: Task, microbatches: set[int]) -> Times:
