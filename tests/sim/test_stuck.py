@@ -52,8 +52,8 @@ def test_message_names_what_waits_for_what(case):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (Action(Kind.FORWARD, 2, 0), "2F0 of rank 0 is of stage 2; there are 2"),
-        (Action(Kind.FORWARD, -1, 0), "-1F0 of rank 0 is of stage -1; there are 2"),
+        (Action(Kind.FORWARD, 2, 0), "2F0 is of stage 2; there are 2"),
+        (Action(Kind.FORWARD, -1, 0), "cannot run: -1F0 is of stage -1; there are 2"),
         (Action(Kind.FORWARD, 1, 0), "1F0 stands on rank 0; stage 1 is on rank 1"),
     ],
     ids=["no-such-stage", "negative-stage", "wrong-rank"],

@@ -96,6 +96,18 @@ class Schedule:
         program = self.program(self.rank_of(stage))
         return tuple(a.microbatch for a in program if a.stage == stage and a.kind in kinds)
 
+    def why_misplaced(self, rank: int, action: Action) -> str | None:
+        """Why ``action`` can't stand in the program of ``rank``; None if it can."""
+        if not 0 <= action.stage < self.num_stages:
+            return f"{action} is of stage {action.stage}; there are {self.num_stages}"
+        if not 0 <= action.microbatch < self.num_microbatches:
+            return f"{action} is of micro-batch {action.microbatch}; there are {self.num_microbatches}"
+        if self.rank_of(action.stage) != rank:
+            return f"{action} stands on rank {rank}; stage {action.stage} is on rank {self.rank_of(action.stage)}"
+        if self.is_forward_only and action.kind not in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F):
+            return f"{action} stands in a schedule of forwards only"
+        return None
+
     def with_programs(self, programs: Iterable[Iterable[Action]]) -> Schedule:
         """The same schedule with other programs: what a pass returns."""
         return replace(self, programs=tuple(tuple(program) for program in programs))

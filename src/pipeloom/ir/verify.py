@@ -121,21 +121,9 @@ def _order(schedule: Schedule) -> list[Violation]:
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:
     for rank, program in enumerate(schedule.programs):
         for position, action in enumerate(program):
-            why = _why_misplaced(schedule, rank, action)
+            why = schedule.why_misplaced(rank, action)
             if why:
                 yield _at(Fault.MISPLACED, schedule, rank, position, why)
-
-
-def _why_misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
-    if not 0 <= action.stage < schedule.num_stages:
-        return f"{action} is of stage {action.stage}; there are {schedule.num_stages}"
-    if not 0 <= action.microbatch < schedule.num_microbatches:
-        return f"{action} is of micro-batch {action.microbatch}; there are {schedule.num_microbatches}"
-    if schedule.rank_of(action.stage) != rank:
-        return f"{action} stands on rank {rank}; stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
-    if schedule.is_forward_only and action.kind not in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F):
-        return f"{action} stands in a schedule of forwards only"
-    return None
 
 
 def _doubled(schedule: Schedule) -> Iterator[Violation]:

@@ -121,13 +121,10 @@ class Tasks:
         return row
 
     def _task(self, rank: int, action: Action) -> Task:
-        schedule, kind, stage = self._schedule, action.kind, action.stage
-        if not 0 <= stage < schedule.num_stages:
-            what = f"{action} of rank {rank} is of stage {stage}; there are {schedule.num_stages}"
-            raise InvalidSchedule(what, SEE_VERIFY)
-        if schedule.rank_of(stage) != rank:
-            what = f"{action} stands on rank {rank}; stage {stage} is on rank {schedule.rank_of(stage)}"
-            raise InvalidSchedule(what, SEE_VERIFY)
+        why_misplaced = self._schedule.why_misplaced(rank, action)
+        if why_misplaced is not None:
+            raise InvalidSchedule(f"schedule {self._schedule.name!r} cannot run: {why_misplaced}", SEE_VERIFY)
+        kind, stage = action.kind, action.stage
         task = self._tasks[(kind, stage)] = Task(kind, stage, rank, self._costs.duration_s(kind, stage))
         return task
 
