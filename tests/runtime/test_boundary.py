@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -73,7 +74,10 @@ def test_leaves_that_may_hide_tensors(leaf):
         Message.of((torch.ones(1), leaf))
 
 
-@pytest.mark.parametrize("leaf", [None, True, 3, 0.5, 1j, "text", b"bytes", torch.float32, torch.device("cpu")])
+@pytest.mark.parametrize(
+    "leaf",
+    [None, True, 3, 0.5, 1j, "text", b"bytes", torch.float32, torch.device("cpu"), np.int64(3), range(2), slice(1)],
+)
 def test_plain_values_cross(leaf):
     message, leaves = Message.of([leaf])
     assert message.value() == [leaf]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
+from numbers import Number
 from typing import Any
 
 import torch
@@ -21,20 +22,7 @@ from pipeloom.errors import BatchError
 from pipeloom.runtime.buffer_history import storage, version
 from pipeloom.runtime.trees import flatten, unflatten
 
-_CROSSING = (
-    Tensor,
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_CROSSING = (Tensor, type(None), Number, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 
 _CACHE_LINE = 64
 
@@ -125,14 +113,14 @@ class Message:
             BatchError: the forward wrote into one of two leaves that overlap.
         """
         tensors = [
-            (leaf, needs_grad or is_recomputed)
+            leaf
             for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
-            if isinstance(leaf, Tensor)
+            if isinstance(leaf, Tensor) and (needs_grad or is_recomputed)
         ]
         pairs = [
             (one, other, version(one) + version(other))
-            for (one, is_one), (other, is_other) in combinations(tensors, 2)
-            if is_one and is_other and one is not other and storage(one) == storage(other) is not None
+            for one, other in combinations(tensors, 2)
+            if one is not other and storage(one) == storage(other) is not None
         ]
         yield
         for one, other, before in pairs:
@@ -172,9 +160,8 @@ class KeptInput:
 
     def forget_unchanged(self) -> None:
         """After the forward: drop the copies of what it did not write into."""
-        for key, (tensor, before) in self._tensors.items():
-            if version(tensor) == before:
-                del self._copies[key]
+        is_written = {key: version(tensor) != before for key, (tensor, before) in self._tensors.items()}
+        self._copies = {key: copy for key, copy in self._copies.items() if is_written[key]}
 
     def as_it_was(self) -> Message:
         """The input before the forward.

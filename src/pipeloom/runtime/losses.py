@@ -24,6 +24,8 @@ from pipeloom.runtime.trees import flatten
 LossFn = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
 
+_COUNT = "the count of micro-batch {}"
+
 
 @dataclass(frozen=True)
 class LossRule:
@@ -75,6 +77,8 @@ class LossRule:
             LossError: the loss function needs a target and there is none, a target brings a graph along, or what it
                 counts, or ``scale``, is no number.
         """
+        hint = "with a torch.amp.GradScaler: loss_scale=scaler.scale(torch.ones(()))"
+        number = _number("loss_scale", scale, hint)
         if self._num_arguments[0] > 1 and any(each is None for each in targets):
             raise LossError(
                 "no target was given, and the loss function needs one: loss_fn(output, target)",
@@ -85,12 +89,12 @@ class LossRule:
                 "the target requires a gradient; a step finds those of parameters and inputs, and would drop this one",
                 "pass target.detach(), or make the target under torch.no_grad()",
             )
-        return StepLoss(self, list(num_samples), self._counts(targets), _scale(scale), targets)
+        return StepLoss(self, list(num_samples), self._counts(targets), number, targets)
 
     def _counts(self, targets: Sequence[Any]) -> list[float] | None:
         own = getattr(self.loss_fn, "count", None)
         count = self.count or (own if callable(own) else None)
-        return None if count is None else [_number(i, count(target)) for i, target in enumerate(targets)]
+        return None if count is None else [_number(_COUNT.format(i), count(target)) for i, target in enumerate(targets)]
 
 
 @dataclass
@@ -198,7 +202,7 @@ class StepLoss:
     def _scalar(self, microbatch: int, returned: Any) -> Tensor:
         if isinstance(returned, tuple) and len(returned) == 2:
             returned, count = returned
-            self._note_count(microbatch, _number(microbatch, count))
+            self._note_count(microbatch, _number(_COUNT.format(microbatch), count))
         elif self.returned_counts:
             raise LossError(
                 f"the loss of micro-batch {microbatch} came without a count, but earlier ones came as (sum, count); "
@@ -241,21 +245,11 @@ def _inverse(total: float) -> float:
     return 1 / total if total else math.nan
 
 
-def _number(microbatch: int, count: Any) -> float:
+def _number(name: str, value: Any, hint: str | None = None) -> float:
     try:
-        return float(count)
+        return float(value + 0)  # the text "3" is no number
     except (TypeError, ValueError, RuntimeError):
-        raise LossError(f"the count of micro-batch {microbatch} is {_describe(count)}; a number is needed") from None
-
-
-def _scale(scale: Any) -> float:
-    try:
-        return float(scale + 0)  # not the text "2"
-    except (TypeError, ValueError, RuntimeError):
-        raise LossError(
-            f"loss_scale={scale!r} was given; a number, or a tensor that holds one, is needed",
-            "with a torch.amp.GradScaler: loss_scale=scaler.scale(torch.ones(()))",
-        ) from None
+        raise LossError(f"{name} is {_describe(value)}; a number is needed", hint) from None
 
 
 def _num_arguments(loss_fn: LossFn) -> tuple[int, float]:
