@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import LossError, RuntimeStateError, SplitError, UnsupportedShape
+from pipeloom.errors import LossError, PipeloomError, RuntimeStateError, SplitError, UnsupportedShape
 from pipeloom.ir import Schedule, Timeline
 from pipeloom.programs import Programs
 from pipeloom.runtime.ambient import Ambient
@@ -26,6 +26,7 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Ties, split
 
 OnNan = Literal["raise", "skip", "ignore"]
+Statistics = Literal["per-microbatch", "deferred"]
 
 
 class Pipeline:
@@ -55,7 +56,7 @@ class Pipeline:
         trace: measure when each action runs.
 
     Raises:
-        SplitError: the model cannot be cut so.
+        SplitError: the model cannot be cut so, or ``batch_norm`` is none that exists.
         ScheduleError: the schedule is unknown, does not fit the stages, or is wrong.
         LossError: ``loss_fn``, ``loss_reduction`` or ``on_nan`` is none that exists.
     """
@@ -75,7 +76,7 @@ class Pipeline:
         loss_reduction: Reduction = "mean",
         loss_count: Callable[[Any], Any] | None = None,
         on_nan: OnNan = "raise",
-        batch_norm: Literal["per-microbatch", "deferred"] = "per-microbatch",
+        batch_norm: Statistics = "per-microbatch",
         seed: int = 0,
         trace: bool = True,
     ) -> None:
@@ -83,8 +84,9 @@ class Pipeline:
         self._ties = Ties(self._split)
         self._model = model
         self._rule = LossRule(loss_fn, loss_reduction, loss_count)
-        self._on_nan = _one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
-        self._statistics = _statistics(self._split.root, batch_norm)
+        self._on_nan = _one_of(on_nan, OnNan, "on_nan", LossError)
+        is_deferred = _one_of(batch_norm, Statistics, "batch_norm", SplitError) == "deferred"
+        self._statistics = DeferredStatistics(self._split.root if is_deferred else nn.Module())
         self._programs = Programs(schedule, self.num_stages, recompute)
         self.num_microbatches = self._programs.checked(num_microbatches)
         _check_ranks(num_ranks, self.num_ranks)
@@ -340,9 +342,11 @@ class Pipeline:
         return merge_outputs(outputs, [each.num_samples for each in context.inputs])
 
 
-def _one_of(name: str, given: Any, known: tuple[str, ...]) -> Any:
+def _one_of(given: Any, choices: Any, name: str, error: type[PipeloomError]) -> Any:
+    """``given`` if it is one of the strings of a `Literal`."""
+    known = get_args(choices)
     if given not in known:
-        raise LossError(f"{name}={given!r} was given; one of {', '.join(map(repr, known))} is needed")
+        raise error(f"{name}={given!r} was given; one of {', '.join(map(repr, known))} is needed")
     return given
 
 
@@ -357,12 +361,6 @@ def _devices(given: Sequence[torch.device | str | int], num_ranks: int) -> list[
         raise UnsupportedShape(
             f"devices={list(given)} were given; each must be a torch.device, or what makes one, as 'cuda:0'"
         ) from None
-
-
-def _statistics(root: nn.Module, batch_norm: str) -> DeferredStatistics:
-    if batch_norm not in ("per-microbatch", "deferred"):
-        raise SplitError(f"batch_norm={batch_norm!r} was given; 'per-microbatch' or 'deferred' is needed")
-    return DeferredStatistics(root if batch_norm == "deferred" else nn.Module())
 
 
 def _check_ranks(given: int | None, num_ranks: int) -> None:

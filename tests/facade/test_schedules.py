@@ -284,7 +284,11 @@ def test_schedules_that_are_wrong(old, new):
         ({"recompute": [True]}, SplitError, r"recompute=\[True\] has 1 values for 2 stages; give one for each"),
         ({"recompute": 1}, SplitError, "recompute=1 was given; True, False, or one of them for each stage is needed"),
         ({"recompute": "all"}, SplitError, "recompute='all' was given; True, False, or one of them for each stage"),
-        ({"batch_norm": "sync"}, SplitError, "batch_norm='sync' was given; 'per-microbatch' or 'deferred' is needed"),
+        (
+            {"batch_norm": "sync"},
+            SplitError,
+            "batch_norm='sync' was given; one of 'per-microbatch', 'deferred'",
+        ),
         ({"schedule": 3}, UnknownSchedule, "schedule=3 was given; a name or a Schedule is needed"),
     ],
 )
