@@ -51,7 +51,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int = Field(default=900, ge=1, description="optimizer steps, over which the learning rate decays")
+    steps: int = Field(default=750, ge=1, description="optimizer steps, over which the learning rate decays")
     batch_size: int = Field(default=8, ge=1, description="windows in a step, over all micro-batches")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of initial weights, data order and dropout")
     threads: int = Field(default=1, ge=1, description="torch's threads inside one operation, per rank")
@@ -64,7 +64,7 @@ class OptimizerConfig(Section):
 
     learning_rate: float = Field(default=2e-3, gt=0, description="at the end of the warm-up")
     final_fraction: float = Field(default=0.05, ge=0, le=1, description="of it, left at the last step")
-    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up")
+    warmup_steps: int = Field(default=80, ge=0, description="steps of linear warm-up")
     weight_decay: float = Field(default=0.1, ge=0, description="on matrices, not on biases and norms")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
@@ -86,7 +86,7 @@ class CheckpointConfig(Section):
     """What is kept to continue from."""
 
     enabled: bool = Field(default=True, description="save at intervals, at the end and when interrupted")
-    interval_steps: int = Field(default=300, ge=0, description="steps between checkpoints; 0: only at the end")
+    interval_steps: int = Field(default=250, ge=0, description="steps between checkpoints; 0: only at the end")
     num_kept: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
@@ -94,7 +94,7 @@ class MetricsConfig(Section):
     """What is reported."""
 
     interval_steps: int = Field(default=10, ge=1, description="steps between printed lines")
-    held_out_interval_steps: int = Field(default=300, ge=0, description="steps between held-out losses; 0: ends")
+    held_out_interval_steps: int = Field(default=250, ge=0, description="steps between held-out losses; 0: ends")
     num_held_out_windows: int = Field(default=512, ge=1, description="held-out windows that are scored")
     tensorboard: bool = Field(default=True, description="write event files, where tensorboard is installed")
 
