@@ -81,7 +81,7 @@ class Pipeline:
         trace: bool = True,
     ) -> None:
         self._split = split(model, num_stages=num_stages, cuts=cuts)
-        self._ties = Ties(self._split)
+        self._ties = Ties(self._split, loss_fn)
         self._model = model
         self._rule = LossRule(loss_fn, loss_reduction, loss_count)
         self._on_nan = _one_of(on_nan, OnNan, "on_nan", LossError)

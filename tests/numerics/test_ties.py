@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.errors import RuntimeStateError
+from pipeloom.errors import RuntimeStateError, SplitError
 from pipeloom.testing import sequential_step
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients, assert_same_state
 from tests.numerics.models import CASES, Block, token_loss
@@ -132,3 +132,61 @@ def test_a_sparse_embedding_tied_to_a_dense_head():
             token_loss(reference(inputs), target).backward()
         found, expected = model[0].weight.grad, reference[0].weight.grad
         torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=1e-14)
+
+
+class FusedLoss(nn.Module):
+    """A head and its loss in one, as fused kernels have it; the head is the embedding."""
+
+    def __init__(self, weight: nn.Parameter, returns_count: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.returns_count = returns_count
+
+    def forward(self, hidden, target):
+        losses = nn.functional.cross_entropy((hidden @ self.weight.T).mT, target, reduction="none")
+        return (losses.sum(), losses.numel()) if self.returns_count else losses.mean()
+
+
+def _fused(returns_count):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(17, 12), Block(0.0), nn.Linear(12, 12))
+    return model, FusedLoss(model[0].weight, returns_count)
+
+
+@pytest.mark.parametrize("returns_count", [False, True])
+@pytest.mark.parametrize("cuts", [[], [1], [1, 2]], ids=str)
+def test_a_loss_that_holds_a_weight_of_the_model(cuts, returns_count):
+    """Two ranks added to one gradient, in any order; where counts came with the losses, most of it got lost."""
+    model, loss_fn = _fused(returns_count)
+    reference = copy.deepcopy(model)
+    reference_loss = FusedLoss(reference[0].weight, returns_count)
+    inputs, target = CASES["transformer"].batch(8)
+    options = {"num_microbatches": 4, "cuts": cuts}
+    with pl.Pipeline(model, loss_fn=loss_fn, **options) as pipe:
+        for step_index in range(2):
+            found = pipe.step(inputs, target=target)
+            step = {"target": target, "loss_fn": reference_loss, "step_index": step_index}
+            assert_bit_equal(found, sequential_step(reference, inputs, **step, **options), "loss")
+        assert_same_gradients(pipe, reference)
+    whole, _ = _fused(False)
+    (2 * FusedLoss(whole[0].weight, False)(whole(inputs), target)).backward()
+    torch.testing.assert_close(model[0].weight.grad, whole[0].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_gives_its_weight_back():
+    model, loss_fn = _fused(False)
+    weight = model[0].weight
+    pipe = pl.Pipeline(model, loss_fn=loss_fn, num_stages=2)
+    assert loss_fn.weight is not weight
+    pipe.unwrap()
+    assert loss_fn.weight is model[0].weight is weight
+
+
+def test_a_loss_that_holds_a_layer_of_an_earlier_stage_is_refused():
+    model, loss_fn = _fused(False)
+    loss_fn.embedding = model[0]
+    with pytest.raises(
+        SplitError, match=r"loss function holds a Embedding that is also a layer[^$]*hint: give it the we"
+    ):
+        pl.Pipeline(model, loss_fn=loss_fn, num_stages=2)
+    assert pl.Pipeline(model, loss_fn=loss_fn, num_stages=1).num_stages == 1

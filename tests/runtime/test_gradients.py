@@ -115,3 +115,14 @@ def test_no_parameters():
     scope.set_apart()
     scope.finish(1.0)
     assert scope.restore() is None
+
+
+def test_a_parameter_that_is_there_twice_is_scaled_once():
+    """A weight that the last stage and the loss share was scaled twice."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    scope = GradientScope([weight, weight])
+    scope.set_apart()
+    weight.grad = torch.full((2,), 4.0)
+    scope.finish(0.5)
+    assert weight.grad.tolist() == [3, 3]

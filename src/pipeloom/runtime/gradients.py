@@ -21,7 +21,7 @@ class GradientScope:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._before: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = [
-            (p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters
+            (p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in dict.fromkeys(parameters)
         ]
         self._is_apart = False
 

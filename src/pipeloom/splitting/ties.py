@@ -8,14 +8,15 @@ the weight see each share by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from pipeloom.errors import RuntimeStateError
+from pipeloom.errors import RuntimeStateError, SplitError
 from pipeloom.splitting.split import Split
 
 _OWNER = "_pipeloom_owner"
@@ -50,14 +51,23 @@ class Ties:
 
     Args:
         made: the cut model; its modules are changed until `undo`.
+        loss_fn: runs on the last stage; a module may hold weights of the model (a head fused with its loss).
+
+    Raises:
+        SplitError: ``loss_fn`` holds a layer of another stage.
     """
 
-    def __init__(self, made: Split) -> None:
+    def __init__(self, made: Split, loss_fn: Any = None) -> None:
         self._ties: list[_Tie] = []
         first_stage: dict[int, int] = {}
+        home: dict[int, int] = {}
         for stage in range(made.num_stages):
             later: dict[int, list[_Place]] = {}
-            for place in _places(made, stage):
+            is_last = stage == made.num_stages - 1
+            for place in _places([unit.module for unit in made.stages[stage]], loss_fn if is_last else None):
+                if home.setdefault(id(place.module), stage) != stage:
+                    self.undo()
+                    raise _shared_by_loss(place.module)
                 owner = _owner(place)
                 if first_stage.setdefault(id(owner), stage) != stage:
                     later.setdefault(id(owner), []).append(place)
@@ -110,9 +120,9 @@ class Ties:
         self._ties.clear()
 
 
-def _places(made: Split, stage: int) -> Iterator[_Place]:
-    for unit in made.stages[stage]:
-        for module in unit.module.modules():
+def _places(units: Sequence[nn.Module], loss_fn: Any) -> Iterator[_Place]:
+    for unit in (*units, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])):
+        for module in unit.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield _Place(module, name)
@@ -125,6 +135,15 @@ def _owner(place: _Place) -> nn.Parameter:
     owner: nn.Parameter = getattr(found, _OWNER, found)
     place.put(owner)
     return owner
+
+
+def _shared_by_loss(module: nn.Module) -> SplitError:
+    """`split` refuses layers that two stages share, so it is the loss that has this one."""
+    return SplitError(
+        f"the loss function holds a {type(module).__name__} that is also a layer of an earlier stage; two threads "
+        "would run it at the same time, and add up its gradients in any order",
+        "give it the weight, loss_fn.weight = layer.weight, and not the layer",
+    )
 
 
 def _hooked(owner: nn.Parameter, share: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def sequential_step(  # long: what each argument means, once each
     inputs = split_batch(args, kwargs, target, num_microbatches)
     rule = LossRule(loss_fn, loss_reduction, loss_count)
     loss = rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
-    ties = Ties(made)
+    ties = Ties(made, loss_fn)
     try:
         oracle = _Oracle(Stage(0, made.units), inputs, loss, Ambient.capture(), seed, step_index)
         scope = GradientScope([*oracle.whole.module.parameters(), *rule.parameters])
