@@ -1,5 +1,7 @@
 """The loop: the order is the program's, what is waited for is the relation's, what is done is the table's."""
 
+import weakref
+
 import pytest
 
 import pipeloom as pl
@@ -57,6 +59,25 @@ def test_consumers_get_what_was_received_for_them():
     assert ("1SEND_F0", "made by 1F0") in log
     assert ("1RECV_F0",) in log
     assert log[log.index(("1F0", "message of 1RECV_F0")) - 1] == "take 1RECV_F0"
+
+
+def test_rank_that_waits_keeps_no_value_that_it_has_used():
+    """A value is activations: while the rank waits for the next one, nobody but its handler may hold it."""
+    taken, alive = [], []
+
+    class Value:
+        pass
+
+    class Waiting:
+        def take(self, receive):
+            alive.append([each() for each in taken if each()])
+            value = Value()
+            taken.append(weakref.ref(value))
+            return value
+
+    schedule = lowered()
+    execute(Plan(schedule), 1, dict.fromkeys(Kind, lambda action, given: None), Waiting(), Control(3), None)
+    assert alive == [[]] * 4
 
 
 def test_stages_of_one_rank_hand_over_without_the_transport():
