@@ -75,9 +75,10 @@ def test_rank_that_waits_keeps_no_value_that_it_has_used():
             taken.append(weakref.ref(value))
             return value
 
-    schedule = lowered()
-    execute(Plan(schedule), 1, dict.fromkeys(Kind, lambda action, given: None), Waiting(), Control(3), None)
-    assert alive == [[]] * 4
+    text = "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1"
+    plan = Plan(schedule_of(text, num_microbatches=2, is_forward_only=True))
+    execute(plan, 1, dict.fromkeys(Kind, lambda action, given: None), Waiting(), Control(2), None)
+    assert alive == [[], []]
 
 
 def test_stages_of_one_rank_hand_over_without_the_transport():
