@@ -30,28 +30,30 @@ class VirtualStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
-        """``(batch, ...)`` → the same."""
-        waited: Tensor = _Wait.apply(value, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        """``(batch, ...)`` → the same; what autograd does for this stage is part of its time."""
+        end_s = time.perf_counter() + self.forward_s
+        waited: Tensor = _Wait.apply(value, self.weight, self.backward_s)  # type: ignore[no-untyped-call]
+        _wait_until(end_s)
         return waited
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(ctx: Any, value: Tensor, weight: Tensor, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        _wait(forward_s)
+        ctx.weight_grad = torch.zeros_like(weight)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _wait(ctx.backward_s)
-        return grads[0], torch.zeros(()), None, None
+        _wait_until(time.perf_counter() + ctx.backward_s)
+        return grads[0], ctx.weight_grad, None
 
 
-def _wait(duration_s: float) -> None:
-    """Not even yield for nothing: a stage without work shows what the pipeline itself costs."""
-    if duration_s > 0:
-        time.sleep(duration_s)
+def _wait_until(end_s: float) -> None:
+    """Not even yield if it is past: a stage without work shows what the pipeline itself costs."""
+    if (left_s := end_s - time.perf_counter()) > 0:
+        time.sleep(left_s)
 
 
 def virtual_stages(num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02) -> list[nn.Module]:
