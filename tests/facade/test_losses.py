@@ -1,5 +1,6 @@
 """Losses as people write them, and what is said about those that cannot be used."""
 
+import copy
 import math
 
 import pytest
@@ -214,13 +215,66 @@ def test_output_that_is_no_loss():
         ({"loss_reduction": "none"}, "loss_reduction='none' was given; 'mean' or 'sum' is needed"),
         ({"on_nan": "stop"}, "on_nan='stop' was given; one of 'raise', 'skip', 'ignore' is needed"),
         ({"loss_fn": 3}, r"loss_fn=3 was given; a function loss_fn\(output, target\) is needed"),
-        ({"loss_fn": nn.MSELoss}, r"loss_fn=MSELoss was given, a class.*\nhint: pass loss_fn=MSELoss\(\)"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn=MSELoss was given, a class.*\nhint: put \(\) behind it"),
         ({"loss_fn": mean_square, "loss_count": 3}, r"loss_count=3 was given; a function loss_count\(target\)"),
     ],
 )
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(LossError, match=message):
         pl.Pipeline(chain(), **options)
+
+
+def closure(head):
+    return lambda output, target: (nn.functional.cross_entropy(head(output), target, reduction="sum"), len(target))
+
+
+class Bound:
+    """A trainer whose method is the loss."""
+
+    def __init__(self, head):
+        self.head = head
+
+    def loss(self, output, target):
+        return closure(self.head)(output, target)
+
+
+class BoundModule(nn.Module):
+    """A module of which another method is the loss."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        self.loss = closure(self.head)
+
+    def compute(self, output, target):
+        return self.loss(output, target)
+
+
+@pytest.mark.parametrize("make", [closure, lambda head: Bound(head).loss, lambda head: BoundModule(head).compute])
+def test_head_that_a_loss_function_finds_around_it(make):
+    """Its gradient stayed a sum where it had to become a mean, because only modules were looked into."""
+    model, head = chain(), nn.Linear(3, 3)
+    plain = copy.deepcopy(model)
+    with pl.Pipeline(model, num_stages=3, num_microbatches=3, loss_fn=make(head)) as pipe:
+        for _ in range(2):
+            pipe.step(rows(7), target=TARGETS)
+    expected = torch.autograd.grad(nn.functional.cross_entropy(head(plain(rows(7))), TARGETS), head.weight)[0]
+    assert head.weight.grad.allclose(2 * expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_function_that_uses_a_weight_of_the_first_stage(attempt):
+    """The first stage dropped what the loss had added to the weight's gradient before the stage's first backward."""
+    model = linears(3)
+    weight, plain = model[0].weight, copy.deepcopy(model)
+
+    def loss_fn(output):
+        return (output @ weight).square().sum(), output.numel()
+
+    with pl.Pipeline(model, num_stages=3, num_microbatches=4, loss_fn=loss_fn) as pipe:
+        pipe.step(rows(8))
+    mean_square(plain(rows(8)) @ plain[0].weight).backward()
+    assert weight.grad.allclose(plain[0].weight.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [None, "2", [1.0], torch.ones(2)])

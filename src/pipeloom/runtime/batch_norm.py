@@ -180,8 +180,9 @@ def frozen_buffers(module: nn.Module, snapshot: Snapshot | None = None) -> Itera
     _thread.is_frozen = True
     try:
         for each, buffers in saved:
-            read = {name: _read(past.get((each, name)), buffer) for name, buffer in buffers.items()}
-            each._buffers.update({name: copied(buffer, copies) for name, buffer in read.items()})
+            each._buffers.update(
+                {name: copied(_read(past.get((each, name)), b), copies) for name, b in buffers.items()}
+            )
         yield
     finally:
         _thread.is_frozen = was_frozen

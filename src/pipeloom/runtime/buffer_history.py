@@ -58,10 +58,9 @@ class BufferHistory:
         }
         snapshot = {place: self._present.setdefault(place, PastValue()) for place in before}
         yield snapshot
-        for place, (buffer, old_version, copy) in before.items():
-            module, name = place
+        for (module, name), (buffer, old_version, copy) in before.items():
             if module._buffers.get(name) is not buffer or version(buffer) != old_version:
-                past = self._present.pop(place)
+                past = self._present.pop((module, name))
                 past.is_over, past.value = True, copy
 
 
@@ -82,24 +81,20 @@ class OwnBuffers:
 
     def part(self, tensor: Tensor) -> Tensor:
         """What of an output leaves the stage, without its graph."""
-        left = tensor.detach()
         if tensor.requires_grad or not any(
             storage(tensor) == storage(each) is not None for each in self._module.buffers()
         ):
-            return left
-        key, now = storage(tensor), version(tensor)
-        is_as_it_left = self._versions.get(key) == now
-        self._versions[key] = now
-        return left if is_as_it_left else left.clone()
+            return tensor.detach()
+        before, now = self._versions.get(storage(tensor)), version(tensor)
+        self._versions[storage(tensor)] = now
+        return tensor.detach() if before == now else tensor.detach().clone()
 
 
 def copied(buffer: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
     """A copy; one for all places of a buffer that is shared, as noted in ``copies``."""
-    if buffer is None:
-        return None
-    if id(buffer) not in copies:
+    if buffer is not None and id(buffer) not in copies:
         copies[id(buffer)] = buffer.detach().clone()
-    return copies[id(buffer)]
+    return copies.get(id(buffer))
 
 
 def version(tensor: Tensor | None) -> int:

@@ -115,7 +115,8 @@ class RankHandlers:
         """B: gradients of the parameters, and of the input for the stage before."""
         loss = self._step_loss
         if loss.is_deferred:
-            self._scopes[action.stage].set_apart()
+            for scope in self._scopes.values():  # the last stage's first backward is the first of all
+                scope.set_apart()
         held = self._held.pop((action.stage, action.microbatch))
         grads = self._output_grads(action, given, held, loss)
         with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):

@@ -76,5 +76,7 @@ class LocalRuntime:
 
     def _changes(self, loss: StepLoss) -> GradientChanges:
         parameters = {stage.index: list(stage.module.parameters()) for stage in self._stages}
-        parameters[len(self._stages) - 1] += loss.rule.parameters  # the last stage computes the loss
+        known = {each for found in parameters.values() for each in found}
+        # The last stage computes the loss.
+        parameters[len(self._stages) - 1] += [each for each in loss.rule.parameters if each not in known]
         return GradientChanges({index: GradientScope(found) for index, found in parameters.items()})

@@ -48,15 +48,18 @@ class LossRule:
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise LossError(f"loss_fn={self.loss_fn!r} was given; a function loss_fn(output, target) is needed")
         if isinstance(self.loss_fn, type) and issubclass(self.loss_fn, nn.Module):
-            name = self.loss_fn.__name__
-            raise LossError(f"loss_fn={name} was given, a class; a module is needed", f"pass loss_fn={name}()")
+            raise LossError(
+                f"loss_fn={self.loss_fn.__name__} was given, a class; a module is needed", "put () behind it"
+            )
         if self.count is not None and not callable(self.count):
             raise LossError(f"loss_count={self.count!r} was given; a function loss_count(target) is needed")
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the loss function itself learns."""
-        return list(self.loss_fn.parameters()) if isinstance(self.loss_fn, nn.Module) else []
+        """What the loss function itself learns: a module's own, or those of modules that a function finds around it."""
+        held = [self.loss_fn] if isinstance(self.loss_fn, nn.Module) else _around(self.loss_fn)
+        modules = [each for each in held if isinstance(each, nn.Module)]
+        return [p for each in modules for p in each.parameters()] + [p for p in held if isinstance(p, nn.Parameter)]
 
     def called(self, output: Any, target: Any) -> Any:
         """What the loss function returns; it may take the output alone."""
@@ -250,6 +253,14 @@ def _number(name: str, value: Any, hint: str | None = None) -> float:
         return float(value + 0)  # the text "3" is no number
     except (TypeError, ValueError, RuntimeError):
         raise LossError(f"{name} is {_describe(value)}; a number is needed", hint) from None
+
+
+def _around(loss_fn: Any) -> list[Any]:
+    """The variables of the scopes around a function that it uses; what a method is bound to, and its attributes."""
+    if not inspect.isroutine(loss_fn) or inspect.isbuiltin(loss_fn):
+        return []
+    found, owner = inspect.getclosurevars(loss_fn), getattr(loss_fn, "__self__", None)
+    return [*found.nonlocals.values(), *found.globals.values(), owner, *getattr(owner, "__dict__", {}).values()]
 
 
 def _num_arguments(loss_fn: LossFn) -> tuple[int, float]:
