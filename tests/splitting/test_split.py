@@ -25,6 +25,10 @@ def test_cuts_start_new_stages():
     assert [unit.name for unit in made.stages[1]] == ["2", "3", "4"]
 
 
+def test_layers_without_parameters_are_spread_evenly():
+    assert sizes(split(nn.Sequential(*(nn.Identity() for _ in range(6))), num_stages=3)) == [2, 2, 2]
+
+
 @given(st.integers(1, 9), st.data())
 def test_stages_hold_all_units_in_order(count, data):
     num_stages = data.draw(st.integers(1, count))

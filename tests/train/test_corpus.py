@@ -107,6 +107,8 @@ def test_single_document_is_cut_in_two(tmp_path: Path) -> None:
     corpus = load_corpus([str(tmp_path / "a.txt")], 0.2, 4)
     assert corpus.training.tobytes() + corpus.held_out.tobytes() == bytes(range(100))
     assert (len(corpus.held_out), corpus.num_documents) == (20, (1, 1))
+    elsewhere = load_corpus([str(tmp_path / "a.txt")], 0.3, 4)
+    assert elsewhere.fingerprint != corpus.fingerprint
 
 
 @given(st.text(), st.floats(0, 1), st.floats(0, 1))
