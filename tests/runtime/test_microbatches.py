@@ -156,6 +156,13 @@ def test_scalars_are_averaged_in_float32() -> None:
     assert (merged.item(), merged.dtype) == (65.0, torch.bfloat16)  # a sum in bfloat16 stays at 64
 
 
+def test_scalar_mean_is_taken_in_float32() -> None:
+    """Sevenths of 29 in bfloat16 add up to 29.125."""
+    merged = merge_outputs([torch.tensor(29.0, dtype=torch.bfloat16)] * 7, [1] * 7)
+    assert merged.dtype == torch.bfloat16
+    assert merged == 29.0
+
+
 def test_scalar_mean_keeps_its_graph() -> None:
     x = torch.tensor(2.0, requires_grad=True)
     merge(x, x * x, num_samples=[1, 3]).backward()
