@@ -274,3 +274,10 @@ def test_an_array_may_be_replicated() -> None:
     made = split_batch([torch.ones(4, 2), Replicated(array), np.float32(3)], {}, None, 2)
     assert [each.args[1] is array for each in made] == [True, True]
     assert made[1].args[2] == 3
+
+
+def test_a_sparse_batch_is_cut() -> None:
+    """torch has no views of it: "Could not run 'aten::as_strided'"."""
+    parts = split_batch([BATCH.to_sparse()], {}, None, 3)
+    assert [each.args[0].layout for each in parts] == [torch.sparse_coo] * 3
+    assert torch.equal(torch.cat([each.args[0].to_dense() for each in parts]), BATCH)

@@ -161,7 +161,8 @@ def _cut(value: Any, start: int, num_samples: int) -> Any:
     if isinstance(value, Replicated):
         return value.value
     if isinstance(value, torch.Tensor):
-        return value.narrow(0, start, num_samples) if value.dim() else value
+        narrow = value.narrow if value.layout is torch.strided else value.narrow_copy  # a sparse one has no views
+        return narrow(0, start, num_samples) if value.dim() else value
     container = opened(value)
     if container is None:
         return value
