@@ -22,6 +22,7 @@ BUDGETS = {
     "sim": 400,
     "planning": 1_500,
     "splitting": 1_200,
+    "batch": 600,
     "runtime": 1_500,
     "parallel": 1_800,
     "checkpoint": 400,

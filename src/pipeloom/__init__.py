@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeloom import errors, testing
+    from pipeloom.batch.microbatches import Replicated
     from pipeloom.cost import Costs
     from pipeloom.errors import PipeloomError, PipeloomWarning
     from pipeloom.ir import Action, Kind, Placement, Schedule, Span, Timeline
     from pipeloom.ir.verify import Limits, verify
     from pipeloom.pipeline import Pipeline
-    from pipeloom.runtime.microbatches import Replicated
     from pipeloom.schedules import schedule
     from pipeloom.sim import simulate
 
@@ -50,7 +50,7 @@ _HOMES = {
     "PipeloomError": "errors",
     "PipeloomWarning": "errors",
     "Placement": "ir",
-    "Replicated": "runtime.microbatches",
+    "Replicated": "batch.microbatches",
     "Schedule": "ir",
     "Span": "ir",
     "Timeline": "ir",

@@ -10,6 +10,8 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss
+from pipeloom.batch.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.errors import LossError, PipeloomError, RuntimeStateError, SplitError, UnsupportedShape
 from pipeloom.ir import Schedule, Timeline
 from pipeloom.programs import Programs
@@ -20,8 +22,6 @@ from pipeloom.runtime.executor import Plan
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.gradients import GradientChanges
 from pipeloom.runtime.local import LocalRuntime
-from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
-from pipeloom.runtime.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Ties, split
 

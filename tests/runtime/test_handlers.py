@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.batch.losses import LossRule
+from pipeloom.batch.microbatches import split_batch
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.boundary import Message
@@ -12,8 +14,6 @@ from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.gradients import GradientScope
 from pipeloom.runtime.handlers import RankHandlers
-from pipeloom.runtime.losses import LossRule
-from pipeloom.runtime.microbatches import split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import split
 

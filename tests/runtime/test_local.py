@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.batch.losses import LossRule
+from pipeloom.batch.microbatches import split_batch
 from pipeloom.programs import Programs
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.local import LocalRuntime
-from pipeloom.runtime.losses import LossRule
-from pipeloom.runtime.microbatches import split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import split
 

@@ -1,4 +1,5 @@
-"""Running a schedule: what happens between `Pipeline.step` and the user's modules. By job, the plainest first:
+"""Running a schedule: what happens between `Pipeline.step` and the user's modules. The batch itself,
+its micro-batches and their loss are `pipeloom.batch`'s. By job, the plainest first:
 
 ::
 
@@ -11,10 +12,7 @@
                     trace        when each action ran
     what travels    transport/   channels between ranks
                     boundary     what crosses a cut
-                    trees, containers   nested containers of tensors, opened and built again
     one step        context      what its ranks share
-                    microbatches the batch cut up, and outputs put together again
-                    losses       micro-batches' losses into the batch's, and what seeds each backward
                     gradients    add up as autograd does, or come back as they were
     the same bits   ambient      what the caller has switched on, in the thread of each rank
                     draw_key, draws, draw_kernels, foreign_draws   random numbers that do not depend on who runs what

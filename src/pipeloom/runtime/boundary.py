@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import BatchError
 from pipeloom.runtime.buffer_history import storage, version
-from pipeloom.runtime.trees import flatten, unflatten
 
 _CROSSING = (Tensor, type(None), Number, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 

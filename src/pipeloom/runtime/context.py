@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.batch.losses import StepLoss
+from pipeloom.batch.microbatches import MicrobatchInputs
+from pipeloom.batch.trees import flatten
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.foreign_draws import ForeignDraws
-from pipeloom.runtime.losses import StepLoss
-from pipeloom.runtime.microbatches import MicrobatchInputs
-from pipeloom.runtime.trees import flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.batch.losses import StepLoss
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
 from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
@@ -20,7 +21,6 @@ from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
 from pipeloom.runtime.gradients import GradientScope
-from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.transport.base import Transport
 

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from pipeloom.batch.losses import StepLoss
 from pipeloom.ir import Kind, Placement, Timeline
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
 from pipeloom.runtime.gradients import GradientChanges, GradientScope
 from pipeloom.runtime.handlers import RankHandlers
-from pipeloom.runtime.losses import StepLoss
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.trace import Trace

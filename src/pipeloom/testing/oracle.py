@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss
+from pipeloom.batch.microbatches import MicrobatchInputs, split_batch
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.gradients import GradientScope
-from pipeloom.runtime.losses import LossFn, LossRule, Reduction, StepLoss
-from pipeloom.runtime.microbatches import MicrobatchInputs, split_batch
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Ties, split
 

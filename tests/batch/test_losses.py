@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from pipeloom.batch.losses import LossRule
 from pipeloom.errors import LossError
-from pipeloom.runtime.losses import LossRule
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 

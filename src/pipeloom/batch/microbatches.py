@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from pipeloom.batch.containers import Container, leaves, opened, rebuilt
 from pipeloom.errors import BatchError
-from pipeloom.runtime.containers import Container, leaves, opened, rebuilt
 
 
 @dataclass(frozen=True)

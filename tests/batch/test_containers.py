@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from pipeloom.runtime.containers import leaves, opened, rebuilt
-from pipeloom.runtime.trees import flatten, unflatten
+from pipeloom.batch.containers import leaves, opened, rebuilt
+from pipeloom.batch.trees import flatten, unflatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeloom.batch.trees import flatten
 from pipeloom.errors import LossError, NonFiniteLoss, PipeloomWarning
-from pipeloom.runtime.trees import flatten
 
 LossFn = Callable[..., Any]
 Reduction = Literal["mean", "sum"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.runtime.trees import flatten, unflatten
+from pipeloom.batch.trees import flatten, unflatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.runtime.containers import Container, opened
+from pipeloom.batch.containers import Container, opened
 
 
 @dataclass(frozen=True, slots=True)

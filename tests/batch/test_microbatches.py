@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeloom.batch.microbatches import Replicated, batch_size, merge_outputs, split_batch
 from pipeloom.errors import BatchError
-from pipeloom.runtime.microbatches import Replicated, batch_size, merge_outputs, split_batch
 
 BATCH = torch.arange(14.0).reshape(7, 2)
 
