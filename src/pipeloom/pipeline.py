@@ -20,7 +20,7 @@ from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.executor import Plan
 from pipeloom.runtime.foreign_draws import ForeignDraws
-from pipeloom.runtime.gradients import GradientChanges
+from pipeloom.runtime.gradients import GradientChanges, set_grad_dtype
 from pipeloom.runtime.local import LocalRuntime
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Ties, split
@@ -52,6 +52,8 @@ class Pipeline:
         loss_count: ``loss_count(target)`` → how much a micro-batch counts; makes the loss the whole batch's mean.
         on_nan: what to do about a loss that is not finite: "raise", "skip" (drop the step's gradients) or "ignore".
         batch_norm: "per-microbatch", or "deferred": only the running statistics are those of the whole batch.
+        grad_dtype: accumulate gradients in it, as `torch.float32` for parameters in bfloat16; None: in the
+            parameter's own. Stays with the parameters, and the optimizer has to take such gradients.
         seed: of all random draws inside the model.
         trace: measure when each action runs.
 
@@ -77,6 +79,7 @@ class Pipeline:
         loss_count: Callable[[Any], Any] | None = None,
         on_nan: OnNan = "raise",
         batch_norm: Statistics = "per-microbatch",
+        grad_dtype: torch.dtype | None = None,
         seed: int = 0,
         trace: bool = True,
     ) -> None:
@@ -91,6 +94,8 @@ class Pipeline:
         self.num_microbatches = self._programs.checked(num_microbatches)
         _check_ranks(num_ranks, self.num_ranks)
         self._runtime = LocalRuntime(self._make_stages(devices), self._programs.placement)
+        if grad_dtype is not None:
+            set_grad_dtype(self._split.root.parameters(), grad_dtype)
         self._foreign = ForeignDraws()
         self._in_use = threading.Lock()
         self._is_closed = False

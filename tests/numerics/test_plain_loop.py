@@ -168,3 +168,19 @@ def test_token_loss_is_the_plain_one():
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
     expected = nn.CrossEntropyLoss()(logits.reshape(6, 5), targets.reshape(6))
     assert torch.equal(token_loss(logits, targets), expected)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch accumulates in the parameter's dtype")
+def test_gradients_accumulate_in_the_dtype_that_is_asked_for():
+    """Contract 5: bfloat16 parameters, gradients added up in float32, as a loop that sets torch's own switch."""
+    case = CASES["mlp"]
+    model, reference = case.build().bfloat16(), case.build().bfloat16()
+    inputs, target = case.batch(8)
+    for parameter in reference.parameters():
+        parameter.grad_dtype = torch.float32
+    pipe = pl.Pipeline(model, num_stages=3, num_microbatches=4, loss_fn=case.loss_fn, grad_dtype=torch.float32)
+    pipe.step(inputs.bfloat16(), target=target)
+    _plain_step(reference, inputs.bfloat16(), target, case.loss_fn, 4)
+    assert {parameter.grad.dtype for parameter in pipe.parameters()} == {torch.float32}
+    assert_same_gradients(pipe, reference)
+    pipe.close()

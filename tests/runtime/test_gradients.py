@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeloom.runtime.gradients import GradientScope
+from pipeloom.errors import RuntimeStateError
+from pipeloom.runtime.gradients import GradientScope, set_grad_dtype
 
 
 def parameter(gradient=None, size=3):
@@ -126,3 +127,28 @@ def test_a_parameter_that_is_there_twice_is_scaled_once():
     weight.grad = torch.full((2,), 4.0)
     scope.finish(0.5)
     assert weight.grad.tolist() == [3, 3]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch accumulates in the parameter's dtype")
+def test_grad_dtypes_that_cannot_be():
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeStateError, match=r"grad_dtype=torch.int64 was given; a floating dtype is needed"):
+        set_grad_dtype([parameter], torch.int64)
+    parameter.grad = torch.ones(2)
+    with pytest.raises(RuntimeStateError, match=r"has a gradient in torch.float32 already\nhint: call zero_grad"):
+        set_grad_dtype([parameter], torch.float64)
+
+
+def test_grad_dtype_leaves_alone_what_has_no_gradient_or_has_it_so_already():
+    counter = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    set_grad_dtype([counter, weight], torch.float32)
+    assert (counter.dtype, weight.grad.dtype) == (torch.int64, torch.float32)
+
+
+def test_grad_dtype_needs_a_torch_that_has_it():
+    """On torch 2.9 a parameter has no such switch."""
+    stand_in = type("Parameter29", (), {"dtype": torch.bfloat16, "grad": None, "is_floating_point": lambda self: True})
+    with pytest.raises(RuntimeStateError, match=r"accumulates in the parameter's dtype only\nhint: use a torch whose"):
+        set_grad_dtype([stand_in()], torch.float32)

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import RuntimeStateError
+
 
 class GradientScope:
     """What a step may do to the gradients of some parameters.
@@ -95,3 +97,30 @@ class GradientChanges:
         """Drop what backwards of ``stages`` added that went on after `undo`."""
         for stage in stages:
             self.scopes[stage].drop_late()
+
+
+def set_grad_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Let autograd accumulate the gradients of floating parameters in ``dtype``.
+
+    Raises:
+        RuntimeStateError: this torch has no ``Tensor.grad_dtype``, or a gradient of another dtype is there already.
+    """
+    for parameter in parameters:
+        if parameter.is_floating_point() and getattr(parameter, "grad_dtype", parameter.dtype) != dtype:
+            _check_grad_dtype(parameter, dtype)
+            parameter.grad_dtype = dtype
+
+
+def _check_grad_dtype(parameter: nn.Parameter, wanted: torch.dtype) -> None:
+    if not hasattr(parameter, "grad_dtype"):
+        raise RuntimeStateError(
+            f"grad_dtype={wanted} was given, but torch {torch.__version__} accumulates in the parameter's dtype only",
+            "use a torch whose tensors have grad_dtype (2.10 or later), or leave grad_dtype out",
+        )
+    if not wanted.is_floating_point:
+        raise RuntimeStateError(f"grad_dtype={wanted} was given; a floating dtype is needed", "pass torch.float32")
+    if parameter.grad is not None and parameter.grad.dtype != wanted:
+        raise RuntimeStateError(
+            f"grad_dtype={wanted} was asked for, but a parameter has a gradient in {parameter.grad.dtype} already",
+            "call zero_grad() before",
+        )
