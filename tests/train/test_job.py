@@ -144,6 +144,21 @@ def test_stop_after_leaves_the_schedule_alone(layer: Layer) -> None:
     assert rates[0] == rates[1]
 
 
+@pytest.mark.parametrize(
+    ("stops", "note"),
+    [
+        ((None, None), "note: step 6 of 6 is reached, nothing is left to train; --train.steps N goes on to step N"),
+        ((3, 2), "note: step 3 of 6 is reached, nothing is left to train before --stop_after 2"),
+    ],
+)
+def test_resumed_run_with_nothing_left_says_so(layer: Layer, stops: tuple[int | None, int | None], note: str) -> None:
+    _, first = run(layer, stop_after=stops[0])
+    is_finished, printed = run(layer, resume="", stop_after=stops[1])
+    assert is_finished
+    assert "note: " not in first
+    assert note in printed.splitlines()
+
+
 def test_checkpoints_can_be_switched_off(layer: Layer) -> None:
     _, printed = run(layer, flags={"checkpoint": {"enabled": False}})
     assert "nothing saved" in printed

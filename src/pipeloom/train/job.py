@@ -45,7 +45,7 @@ def train(
     corpus = load_corpus(config.data.paths, config.data.held_out_fraction, config.model.sequence_length)
     with noted_interrupt() as interrupt, contextlib.closing(_pipeline(config)) as pipe:
         loop = _loop(start, corpus, pipe)
-        notes = (*start.notes, *prepare_folder(start))
+        notes = (*start.notes, *prepare_folder(start), *_nothing_left(start, stop_after))
         _introduce(console, start, corpus, pipe, notes)
         with _sinks(start, console) as loop.sink:
             loop.run(min(config.train.steps, stop_after or config.train.steps), interrupt)
@@ -147,6 +147,16 @@ def _introduce(console: Console, start: Start, corpus: Corpus, pipe: Pipeline, n
     say(console, f"run: {start.folder}, from step {start.snapshot.step_index if start.snapshot else 0}")
     for note in notes:
         say(console, f"note: {note}")
+
+
+def _nothing_left(start: Start, stop_after: int | None) -> Iterator[str]:
+    """Yield why a resumed run will not train, if it will not: its last lines look like those of one that did."""
+    num_steps = start.config.train.steps
+    if start.snapshot is None or start.snapshot.step_index < min(num_steps, stop_after or num_steps):
+        return
+    reached = f"step {start.snapshot.step_index} of {num_steps} is reached, nothing is left to train"
+    is_whole = start.snapshot.step_index >= num_steps
+    yield f"{reached}; --train.steps N goes on to step N" if is_whole else f"{reached} before --stop_after {stop_after}"
 
 
 def _conclude(console: Console, loop: Loop, is_interrupted: bool) -> None:
