@@ -104,6 +104,10 @@ class Pipeline:
         self.trace = trace
         self.step_index = 0
 
+    def __repr__(self) -> str:
+        counts = f"num_stages={self.num_stages}, num_ranks={self.num_ranks}, num_microbatches={self.num_microbatches}"
+        return f"Pipeline({self.schedule.name!r}, {counts})"
+
     # What it consists of.
 
     @property

@@ -87,6 +87,15 @@ def test_zero_grad_can_keep_the_tensors():
         assert torch.isfinite(first)
 
 
+def test_notebook_shows_what_a_pipeline_is():
+    """Before its first step and after it was closed, too."""
+    pipe = pipeline(num_stages=2, num_microbatches=5, schedule="gpipe")
+    shown = "Pipeline('gpipe', num_stages=2, num_ranks=2, num_microbatches=5)"
+    assert repr(pipe) == shown
+    pipe.close()
+    assert repr(pipe) == shown
+
+
 def test_unwrap_gives_the_model_back():
     model = chain()
     pipe = pipeline(model)

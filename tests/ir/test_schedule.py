@@ -23,6 +23,11 @@ def test_iteration_is_rank_by_rank(schedule):
     assert schedule.actions == set(schedule)
 
 
+def test_printed_schedule_is_a_line_for_each_rank():
+    assert str(gpipe(2, 2)) == "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"
+    assert repr(gpipe(2, 2)).startswith("Schedule(placement=")
+
+
 def test_schedules_are_equal_under_any_name():
     made = gpipe(2, 3)
     renamed = replace(made, name="mine")

@@ -31,6 +31,11 @@ def test_lengths(skewed):
     assert skewed.busy_s == (5.0, 5.0)
 
 
+def test_notebook_shows_figures_and_not_every_action(skewed):
+    """The schedule's own repr has a hundred characters for each action."""
+    assert repr(skewed) == "Timeline('custom', num_ranks=2, makespan_s=8, bubble_fraction=0.375)"
+
+
 def test_two_bubbles(skewed):
     """10 s of work in 2 × 8 s, or in 2 × 6 s where no barrier holds the ranks together."""
     assert skewed.bubble_fraction == pytest.approx(6 / 16)

@@ -70,6 +70,9 @@ class Schedule:
         for program in self.programs:
             yield from program
 
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.programs))
+
     def __len__(self) -> int:
         return sum(len(program) for program in self.programs)
 

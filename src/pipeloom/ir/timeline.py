@@ -58,6 +58,11 @@ class Timeline:
         for rank in range(self.schedule.num_ranks):
             yield from self.spans(rank)
 
+    def __repr__(self) -> str:
+        """Figures for a notebook: the fields have every action twice."""
+        figures = f"makespan_s={self.makespan_s:.4g}, bubble_fraction={self.bubble_fraction:.4g}"
+        return f"Timeline({self.schedule.name!r}, num_ranks={self.schedule.num_ranks}, {figures})"
+
     @property
     def start_s(self) -> float:
         """Start of the first computation; transfers may have been posted before it."""
