@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given
@@ -134,6 +135,27 @@ def test_error_of_a_late_rank_is_dropped(ranks, monkeypatch):
     ranks.wait_for_late_ranks()
     ranks.wait_for_late_ranks()
     assert log.calls == ["stop", "undo", ("undo late", 1)]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_interrupt_may_swallow_a_report(ranks, monkeypatch):
+    """A signal's handler may run after a queue's `get` has taken a value and before anything is done with it."""
+    log, swallowed = Log(), []
+
+    class Swallowing(SimpleQueue):
+        def get(self, *args, **options):
+            swallowed.append(super().get(*args, **options))
+            if len(swallowed) == 1:
+                raise KeyboardInterrupt
+            return swallowed[-1]
+
+    log.run(ranks, int, int)
+    monkeypatch.setattr(threads, "SimpleQueue", Swallowing)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        log.run(ranks, int, int)
+    log.run(ranks, int, int)
+    assert len(swallowed) > 1
+    assert log.calls == ["stop", "undo"]
 
 
 def test_grace_leaves_time_to_report():

@@ -34,7 +34,7 @@ class RankThreads:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._inboxes: list[SimpleQueue[tuple[Task, _Done] | None]] = []
+        self._inboxes: list[SimpleQueue[tuple[Task, _Round] | None]] = []
         self._threads: list[threading.Thread] = []
         self._num_ranks = num_ranks
         self._late: _Late | None = None
@@ -53,25 +53,21 @@ class RankThreads:
         """
         self.wait_for_late_ranks()
         self._start()
-        done: _Done = SimpleQueue()
-        running: set[int] = set()
+        current = _Round()
         try:
-            for rank, task in enumerate(tasks):
-                self._inboxes[rank].put((task, done))
-                running.add(rank)
-            error = self._first_error(done, running)
+            current.hand_out(tasks, self._inboxes)
+            error = current.first_error()
         except BaseException:
             stop()
-            self._end(done, running, undo, undo_late)
+            self._end(current, undo, undo_late)
             raise
         if error is not None:
             stop()
             try:
-                self._end(done, running, undo, undo_late)
-                if running:
-                    error.add_note(
-                        f"ranks {sorted(running)} were still busy; the pipeline waits for them before its next step"
-                    )
+                self._end(current, undo, undo_late)
+                if self._late is not None:
+                    busy = sorted(self._late.ranks)
+                    error.add_note(f"ranks {busy} were still busy; the pipeline waits for them before its next step")
                 raise error
             finally:
                 del error  # it refers to this frame, and through it to all activations of the step
@@ -81,7 +77,7 @@ class RankThreads:
         if self._late is None:
             return
         late = self._late
-        self._wait(late.done, late.running, math.inf)
+        late.current.wait(math.inf)
         self._late = None
         _LATE.discard(self)
         late.undo(late.ranks)
@@ -106,53 +102,79 @@ class RankThreads:
             self._inboxes.clear()
         while len(self._inboxes) < self._num_ranks:
             rank = len(self._inboxes)
-            inbox: SimpleQueue[tuple[Task, _Done] | None] = SimpleQueue()
+            inbox: SimpleQueue[tuple[Task, _Round] | None] = SimpleQueue()
             thread = threading.Thread(target=_work, args=(rank, inbox), name=f"pipeloom-rank-{rank}", daemon=True)
             thread.start()
             self._threads.append(thread)
             self._inboxes.append(inbox)
 
-    @staticmethod
-    def _first_error(done: _Done, running: set[int]) -> BaseException | None:
-        while running:
-            rank, error = done.get()
-            running.discard(rank)
-            if error is not None:
-                return error
-        return None
-
-    @staticmethod
-    def _wait(done: _Done, running: set[int], limit_s: float) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while running and (left_s := deadline_s - time.monotonic()) > 0:
-            with suppress(Empty):
-                running.discard(done.get(timeout=min(left_s, threading.TIMEOUT_MAX))[0])
-
     def wait_at_exit(self) -> None:
         """Give ranks that are still busy some time to come out of torch before the interpreter goes away."""
         if self._late is not None:
-            self._wait(self._late.done, self._late.running, EXIT_GRACE_S)
+            self._late.current.wait(EXIT_GRACE_S)
 
-    def _end(self, done: _Done, running: set[int], undo: Task, undo_late: UndoLate) -> None:
+    def _end(self, current: _Round, undo: Task, undo_late: UndoLate) -> None:
         """Wait a little for the ranks that still run; remember those that go on."""
         try:
-            self._wait(done, running, GRACE_S)
+            current.wait(GRACE_S)
         finally:  # the caller may be interrupted again
-            if running:
-                self._late = _Late(done, running, frozenset(running), undo_late)
+            if running := current.running():
+                self._late = _Late(current, running, undo_late)
                 _LATE.add(self)
             undo()
 
 
-_Done = SimpleQueue[tuple[int, BaseException | None]]
+class _Round:
+    """One task for each rank: which were handed out, and how those ended that have.
+
+    Ctrl-C may strike the caller between any two steps of Python, so also when a `get` has taken a value and nobody has
+    it yet. What is known therefore stands in containers that only grow, each in one step; the queue just wakes.
+    """
+
+    def __init__(self) -> None:
+        self._handed_out: list[None] = []
+        self._outcomes: dict[int, BaseException | None] = {}
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def hand_out(self, tasks: Sequence[Task], inboxes: Sequence[SimpleQueue[tuple[Task, _Round] | None]]) -> None:
+        """Put ``tasks[rank]`` into ``inboxes[rank]``, and count it in the same step: `extend` over C is one."""
+        orders = [(task, self) for task in tasks]
+        self._handed_out.extend(map(SimpleQueue.put, inboxes, orders))
+
+    def report(self, rank: int, error: BaseException | None) -> None:
+        """Called by a rank when its task has ended."""
+        self._outcomes[rank] = error
+        self._bell.put(None)
+
+    def running(self) -> frozenset[int]:
+        """The ranks whose tasks were handed out and have not ended."""
+        return frozenset(range(len(self._handed_out))).difference(tuple(self._outcomes))
+
+    def first_error(self) -> BaseException | None:
+        """Wait for all ranks, or until one fails; forget what it raised, and return it."""
+        while True:
+            is_over = not self.running()
+            for rank, error in tuple(self._outcomes.items()):
+                if error is not None:
+                    self._outcomes[rank] = None  # it refers to the caller's frame, and that to this
+                    return error
+            if is_over:
+                return None
+            self._bell.get()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for all ranks, at most for a time."""
+        deadline_s = time.monotonic() + limit_s
+        while self.running() and (left_s := deadline_s - time.monotonic()) > 0:
+            with suppress(Empty):
+                self._bell.get(timeout=min(left_s, threading.TIMEOUT_MAX))
 
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """Ranks that were still busy when their step had failed; ``running`` are those that are busy yet."""
+    """Ranks that were still busy when their step had failed."""
 
-    done: _Done
-    running: set[int]
+    current: _Round
     ranks: frozenset[int]
     undo: UndoLate
 
@@ -169,11 +191,11 @@ def _wait_for_system_thread(thread: threading.Thread, limit_s: float) -> None:
         time.sleep(0.001)
 
 
-def _work(rank: int, inbox: SimpleQueue[tuple[Task, _Done] | None]) -> None:
+def _work(rank: int, inbox: SimpleQueue[tuple[Task, _Round] | None]) -> None:
     while (order := inbox.get()) is not None:
-        task, done = order
-        done.put((rank, _outcome(task)))
-        del order, task, done
+        task, current = order
+        current.report(rank, _outcome(task))
+        del order, task, current
 
 
 def _outcome(task: Task) -> BaseException | None:
