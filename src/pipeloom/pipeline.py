@@ -318,9 +318,13 @@ class Pipeline:
                 "the pipeline is running a step already, in this or another thread",
                 "wait until it returns; threads that train at the same time need a pipeline each",
             )
+        is_grad = torch.is_grad_enabled()
         try:
             with self._foreign.step():
                 yield
+        except BaseException:
+            torch.set_grad_enabled(is_grad)  # Ctrl-C may fall inside a no_grad() while it puts the mode back
+            raise
         finally:
             self._in_use.release()
 

@@ -96,6 +96,21 @@ def test_notebook_shows_what_a_pipeline_is():
     assert repr(pipe) == shown
 
 
+def test_interrupt_leaves_the_callers_gradient_mode(monkeypatch):
+    """Ctrl-C may fall between the end of a `no_grad` of ours and its putting back what was on before."""
+    pipe = pipeline()
+
+    def interrupted():
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipe._ties, "refresh", interrupted)
+    with torch.enable_grad():
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            pipe.step(rows(6))
+        assert torch.is_grad_enabled()
+
+
 def test_unwrap_gives_the_model_back():
     model = chain()
     pipe = pipeline(model)
