@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, get_args
@@ -97,7 +96,7 @@ class Pipeline:
         if grad_dtype is not None:
             set_grad_dtype(self._split.root.parameters(), grad_dtype)
         self._foreign = ForeignDraws()
-        self._in_use = threading.Lock()
+        self._user: dict[str, object] = {}
         self._is_closed = False
         self._timeline: Timeline | None = None
         self.seed = seed
@@ -313,20 +312,21 @@ class Pipeline:
     def _running(self) -> Iterator[None]:
         if self._is_closed:
             raise RuntimeStateError("the pipeline is closed", "make a new one from the model")
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeStateError(
-                "the pipeline is running a step already, in this or another thread",
-                "wait until it returns; threads that train at the same time need a pipeline each",
-            )
-        is_grad = torch.is_grad_enabled()
-        try:
+        me, is_grad = object(), torch.is_grad_enabled()
+        try:  # Ctrl-C may fall after any call: a lock would stay locked if it fell between acquire() and this line
+            if self._user.setdefault("runs", me) is not me:
+                raise RuntimeStateError(
+                    "the pipeline is running a step already, in this or another thread",
+                    "wait until it returns; threads that train at the same time need a pipeline each",
+                )
             with self._foreign.step():
                 yield
         except BaseException:
             torch.set_grad_enabled(is_grad)  # Ctrl-C may fall inside a no_grad() while it puts the mode back
             raise
         finally:
-            self._in_use.release()
+            if self._user.get("runs") is me:
+                self._user.clear()
 
     def _run(self, plan: Plan, context: StepContext) -> GradientChanges:
         self._split.check_unchanged()

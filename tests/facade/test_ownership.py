@@ -111,6 +111,29 @@ def test_interrupt_leaves_the_callers_gradient_mode(monkeypatch):
         assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("num_lines", range(1, 7))
+def test_interrupt_does_not_leave_the_pipeline_in_use(num_lines):
+    """Ctrl-C at any line in which a step takes the pipeline for itself."""
+    pipe, seen = pipeline(), []
+
+    def trace(frame, event, _):
+        if frame.f_code.co_name == "_running" and event == "line":
+            seen.append(frame.f_lineno)
+            if len(seen) == num_lines:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            pipe.step(rows(6))
+    finally:
+        sys.settrace(before)
+    assert torch.isfinite(pipe.step(rows(6)))
+
+
 def test_unwrap_gives_the_model_back():
     model = chain()
     pipe = pipeline(model)
