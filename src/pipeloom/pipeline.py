@@ -325,8 +325,8 @@ class Pipeline:
             torch.set_grad_enabled(is_grad)  # Ctrl-C may fall inside a no_grad() while it puts the mode back
             raise
         finally:
-            if self._user.get("runs") is me:
-                self._user.clear()
+            if "runs" in self._user and self._user["runs"] is me:  # no call, so nothing between this and the next line
+                del self._user["runs"]
 
     def _run(self, plan: Plan, context: StepContext) -> GradientChanges:
         self._split.check_unchanged()
