@@ -19,7 +19,7 @@ from pipeloom.ir.schedule import Schedule
 StageKind = tuple[Kind, int]
 Need = tuple[StageKind, ...]
 
-F, B, I, W, R = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE  # noqa: E741
+F, B, I, R = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE  # noqa: E741
 
 
 def stage_needs(kind: Kind, stage: int, num_stages: int) -> tuple[Need, ...]:
