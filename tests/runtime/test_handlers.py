@@ -9,7 +9,7 @@ from pipeloom.batch.losses import LossRule
 from pipeloom.batch.microbatches import split_batch
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.ambient import Ambient
-from pipeloom.runtime.boundary import Message
+from pipeloom.runtime.boundary import Gradients, Message
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.gradients import GradientScope
@@ -54,8 +54,8 @@ class Rank:
         return self.model[stage].weight.grad
 
 
-def gradient_message(*values):
-    return Message(tuple(torch.tensor([value]) for value in values), None, ())
+def gradients_of(*values):
+    return Gradients(tuple(torch.tensor([value]) for value in values), is_apart=False)
 
 
 def test_forward_makes_the_message_for_the_next_stage():
@@ -85,7 +85,7 @@ def test_backward_of_a_stage_in_the_middle(recompute):
     rank.run(Kind.FORWARD, 1, 0, message)
     if recompute:
         rank.run(Kind.RECOMPUTE, 1)
-    passed_on = rank.run(Kind.BACKWARD, 1, 0, gradient_message([1.0, 2.0])).leaves[0]
+    passed_on = rank.run(Kind.BACKWARD, 1, 0, gradients_of([1.0, 2.0])).leaves[0]
     assert torch.equal(passed_on, torch.tensor([[1.0, 2.0]]) @ rank.model[1].weight.detach())
     assert rank.gradient(1).tolist() == [[1.0, 1.0], [2.0, 2.0]]
 
@@ -102,7 +102,7 @@ def test_last_stage_seeds_its_own_backward():
 def test_first_stage_keeps_the_gradients_of_inputs():
     rank = Rank([0])
     rank.run(Kind.FORWARD, 0)
-    assert rank.run(Kind.BACKWARD, 0, 0, gradient_message([1.0, 1.0])) is None
+    assert rank.run(Kind.BACKWARD, 0, 0, gradients_of([1.0, 1.0])) is None
     assert rank.context.input_grads == {0: (None,)}
 
 

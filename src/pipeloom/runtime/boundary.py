@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from numbers import Number
 from typing import Any
@@ -80,8 +81,7 @@ class Message:
         """The same message on the receiver's device; without a copy if it is there already."""
         if device is None:
             return self
-        moved = _each_once(self.leaves, lambda leaf: leaf.to(device, non_blocking=True))
-        return Message(moved, self.structure, self.needs_grad)
+        return Message(_each_once(self.leaves, partial(_moved, device)), self.structure, self.needs_grad)
 
     def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
         """Unpack for a forward under autograd.
@@ -135,6 +135,23 @@ class Message:
     def value(self) -> Any:
         """Unpack without a graph."""
         return unflatten(list(self.leaves), self.structure)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of a stage's input on their way to the stage before.
+
+    Args:
+        leaves: per leaf of the input; None where none is due.
+        is_apart: they are scaled when the step ends, so they may not join earlier ones before that.
+    """
+
+    leaves: tuple[Tensor | None, ...]
+    is_apart: bool
+
+    def to(self, device: torch.device | None) -> Gradients:
+        """The same on the receiver's device; without a copy if they are there already."""
+        return self if device is None else Gradients(_each_once(self.leaves, partial(_moved, device)), self.is_apart)
 
 
 class KeptInput:
@@ -196,6 +213,10 @@ def _each_once(leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> tup
     """Change the tensors; one that is there twice becomes one that is there twice."""
     changed = {id(leaf): change(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     return tuple(changed.get(id(leaf), leaf) for leaf in leaves)
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=True)
 
 
 def _with_its_own_version(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeloom.batch.losses import StepLoss
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
-from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
+from pipeloom.runtime.boundary import Gradients, KeptInput, Message, described, detached, moved, run_backward
 from pipeloom.runtime.buffer_history import BufferHistory, OwnBuffers, Snapshot
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
@@ -44,7 +44,8 @@ class RankHandlers:
     Args:
         stages: the rank's stages by index.
         num_stages: of the whole model.
-        scopes: the gradients of each stage; empty in evaluation.
+        scopes: the gradients that its backwards may add to, by stage: all that are in this process, because a loss
+            function may use a weight of any of them; empty in evaluation.
         transport: carries what leaves the rank.
         context: what the step is about.
     """
@@ -111,21 +112,20 @@ class RankHandlers:
         with frozen_buffers(self._stages[action.stage].module, buffers):
             self._held[place], _message = self._run(action, kept.as_it_was())
 
-    def backward(self, action: Action, given: tuple[Any, ...]) -> Message | None:
+    def backward(self, action: Action, given: tuple[Gradients, ...]) -> Gradients | None:
         """B: gradients of the parameters, and of the input for the stage before."""
-        loss = self._step_loss
-        if loss.is_deferred:
-            for scope in self._scopes.values():  # the last stage's first backward is the first of all
-                scope.set_apart()
         held = self._held.pop((action.stage, action.microbatch))
-        grads = self._output_grads(action, given, held, loss)
+        grads = given[0].to(self._stages[action.stage].device) if given else self._seed(action.microbatch, held)
+        if grads.is_apart:
+            for scope in self._scopes.values():
+                scope.set_apart()
         with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):
-            run_backward(held.outputs, grads)
+            run_backward(held.outputs, grads.leaves)
         passed_on = tuple(None if each is None else each.grad for each in held.inputs)
         if action.stage == 0:
             self._context.input_grads[action.microbatch] = passed_on
             return None
-        return Message(passed_on, None, ())
+        return Gradients(passed_on, grads.is_apart)
 
     def send(self, action: Action, given: tuple[Any, ...]) -> None:
         """SEND: post what the stage made."""
@@ -135,14 +135,9 @@ class RankHandlers:
         """RECV: post a place for what another rank sends."""
         self._transport.post(action)
 
-    def _output_grads(
-        self, action: Action, given: tuple[Any, ...], held: _Held, loss: StepLoss
-    ) -> tuple[Tensor | None, ...]:
-        if action.stage == self._last:
-            return (torch.full_like(held.outputs[0], loss.seed(action.microbatch)),)
-        (message,) = given
-        leaves: tuple[Tensor | None, ...] = message.to(self._stages[action.stage].device).leaves
-        return leaves
+    def _seed(self, microbatch: int, held: _Held) -> Gradients:
+        loss = self._step_loss
+        return Gradients((torch.full_like(held.outputs[0], loss.seed(microbatch)),), loss.is_deferred)
 
     def _run(self, action: Action, source: Message) -> tuple[_Held, Message | None]:
         """One stage's forward under autograd: what B needs, and what the next stage gets."""
