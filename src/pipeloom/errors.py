@@ -15,6 +15,8 @@
     │   └── NonFiniteLoss        NaN or infinity: names the step and the micro-batch
     ├── RuntimeStateError        a pipeline used when it cannot be
     ├── DrawError                random numbers that would depend on who runs a unit
+    ├── ProcessError             processes that do not find each other, or do not do the same
+    ├── PeerFailed               another process failed, was killed, stalled or ended: `cause` says which and where
     ├── ConfigError              configuration of `pipeloom train`
     ├── DataError                training text that is missing or cannot be read
     └── CheckpointError          a checkpoint that is damaged or belongs to another model
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class PipeloomError(Exception):
@@ -101,6 +104,22 @@ class RuntimeStateError(PipeloomError, RuntimeError):
 
 class DrawError(PipeloomError, RuntimeError):
     """Random numbers inside a unit that would depend on which rank runs it, and when."""
+
+
+class ProcessError(PipeloomError, RuntimeError):
+    """Processes that do not find each other, or do not do the same."""
+
+
+class PeerFailed(PipeloomError, RuntimeError):
+    """Another process of the pipeline failed, was killed, stalled or ended; the last line says who, where and how.
+
+    Attributes:
+        cause: rank, kind, place, message and traceback, the same on every rank (`pipeloom.peers.Cause`).
+    """
+
+    def __init__(self, message: str, *, cause: Any, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.cause = cause
 
 
 class ConfigError(PipeloomError, ValueError):

@@ -1,0 +1,44 @@
+"""Waiting for what other ranks send, up to a limit that counts only time in which this process could run."""
+
+from __future__ import annotations
+
+import time
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SLICE_S = 0.5
+
+
+class Overdue(Exception):
+    """The limit is over and nothing came."""
+
+
+class Patience:
+    """What is left of a limit, over the waits for one thing.
+
+    A limit by the clock would be over the moment a stopped process (SIGSTOP, a suspended laptop) runs again, with all
+    that it waits for unread in its sockets. So a wait is made of short ones, and each counts for no more than it was
+    asked to take.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._left_s = limit_s
+
+    def take(self, queue: SimpleQueue[T]) -> T:
+        """Wait for an item. Ctrl-C interrupts it.
+
+        Raises:
+            Overdue: nothing came within what is left.
+        """
+        while True:
+            asked_s = min(self._left_s, _SLICE_S)
+            start_s = time.monotonic()
+            try:
+                return queue.get(timeout=max(asked_s, 0.0))
+            except Empty:
+                if self._left_s <= 0:
+                    raise Overdue from None
+            finally:
+                self._left_s -= min(time.monotonic() - start_s, asked_s)
