@@ -23,7 +23,7 @@ BUDGETS = {
     "planning": 1_500,
     "splitting": 1_200,
     "batch": 600,
-    "peers": 450,
+    "peers": 850,
     "runtime": 1_500,
     "parallel": 1_800,
     "checkpoint": 400,

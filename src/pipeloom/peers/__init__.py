@@ -8,12 +8,28 @@
     what they agree    collective   everybody says something at the same place
                        waiting      with a limit
     how they end       failure      one cause on all ranks
+                       ending       of this process
+                       stall        who keeps everybody waiting
 """
 
 from pipeloom.peers.collective import Collective
+from pipeloom.peers.ending import Ending
 from pipeloom.peers.failure import Cause, Failures
 from pipeloom.peers.mesh import Handler, Mesh
 from pipeloom.peers.rendezvous import Store
+from pipeloom.peers.stall import Stalls, State
 from pipeloom.peers.waiting import Overdue, Patience
 
-__all__ = ["Cause", "Collective", "Failures", "Handler", "Mesh", "Overdue", "Patience", "Store"]
+__all__ = [
+    "Cause",
+    "Collective",
+    "Ending",
+    "Failures",
+    "Handler",
+    "Mesh",
+    "Overdue",
+    "Patience",
+    "Stalls",
+    "State",
+    "Store",
+]

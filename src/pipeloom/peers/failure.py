@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -21,6 +23,8 @@ from pipeloom.peers.mesh import Mesh
 _ECHO_S = 0.1
 """How long an exception waits for the news that it is only the echo of a death: sockets of a dying process close
 one after another."""
+_TURN_S, _LONGEST_TURN_S = 0.05, 0.5
+"""What all ranks notice at once, each in words of its own, the lowest tells: the others wait a turn for each rank."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class Cause:
         """Who, where and what: the last line that every rank prints."""
         return f"rank {self.rank}, {self.place}: {self.message}"
 
+    @classmethod
+    def of(cls, rank: int, place: str, error: BaseException) -> Cause:
+        """The cause that an exception is."""
+        # Not format_exception_only: its notes (PEP 678) would be the last lines.
+        kind = type(error)
+        name = (
+            kind.__qualname__
+            if kind.__module__ in ("builtins", "__main__")
+            else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, "exception", place, f"{name}: {error}" if str(error) else name, text)
+
     def __str__(self) -> str:
         return f"{self.traceback.rstrip()}\n{self.line}" if self.traceback else self.line
 
@@ -61,7 +78,7 @@ class Failures:
         cause: the one that holds, if there is one.
         ended: the ranks that have ended in good order, or closed their pipeline.
         gone: the ranks whose process is lost, or ends because of an exception that nobody caught; with its last words.
-        is_raised: whether the cause has reached this rank's own code, here or there.
+        raised_at_s: when the cause reached the code of this rank's user (`time.monotonic`); None if it has not.
     """
 
     def __init__(self, mesh: Mesh, where: Callable[[int], str]) -> None:
@@ -76,7 +93,7 @@ class Failures:
         self.cause: Cause | None = None
         self.ended: set[int] = set()
         self.gone: dict[int, Cause | None] = {}
-        self.is_raised = False
+        self.raised_at_s: float | None = None
         mesh.on(kinds.CAUSE, self._hear)
         mesh.on(kinds.BYE, self._hear_bye)
         mesh.on_lost(self._lose)
@@ -101,15 +118,14 @@ class Failures:
     def tell(self, cause: Cause) -> Cause:
         """Make a cause known to every rank, unless one is known already; return the one that holds.
 
-        An exception waits 0.1 s before it is told: if a process turns out to be gone, that is the cause.
+        Waits a moment, 0.1 s and more: if a process turns out to be gone, that is the cause, and if another rank
+        tells what happens to all of them, its words hold.
         """
-        if cause.kind == "exception":
-            self._is_known.wait(_ECHO_S)
+        self._is_known.wait(_ECHO_S + self._turn_s)
         with self._lock:
-            if self.cause is None and self.gone:
-                cause = self._death()
+            cause = self.death or cause
             self._adopt(cause, is_own=cause.rank == self._mesh.rank)
-            self.is_raised = True
+            self._note_raised()
             return self.cause or cause
 
     def check(self) -> None:
@@ -152,37 +168,55 @@ class Failures:
         """
         with self._lock:
             self._epoch += 1
-            self.cause, self._is_own, self.is_raised = None, False, False
+            self.cause, self._is_own, self.raised_at_s = None, False, None
             self._is_known.clear()
             ahead = self._ahead.pop(self._epoch, None)
-            if self.gone:
-                self._adopt(self._death())
-            elif ahead is not None:
-                self._adopt(ahead)
+            if cause := self.death or ahead:
+                self._adopt(cause)
 
-    def announce_death(self, cause: Cause) -> Cause:
-        """Tell every rank that this process ends because of ``cause``, or of the one that is known already."""
-        with self._lock:
-            holds = self.cause or cause
-            self._adopt(holds, is_own=holds.rank == self._mesh.rank, is_told=True)
-            self._send(holds, is_dying=True)
-            return holds
+    def report(self, error: BaseException) -> Cause:
+        """Tell what this rank's user raised, outside a step; return the cause that holds."""
+        if isinstance(error, PeerFailed) and isinstance(error.cause, Cause):
+            return error.cause
+        return self.tell(Cause.of(self._mesh.rank, self._where(self._mesh.rank), error))
+
+    def say_last_words(self, cause: Cause) -> None:
+        """Tell every rank that this process ends, and why."""
+        self._send(cause, is_dying=True)
+
+    @property
+    def death(self) -> Cause | None:
+        """The cause that a process is gone, if one is."""
+        if not self.gone:
+            return None
+        rank, last_words = min(self.gone.items())
+        if last_words is not None:
+            return last_words
+        how = "its process ended without a word" if rank != self._mesh.rank else "its thread of connections has failed"
+        return Cause(rank, "lost", self._where(rank), f"{self._mesh.names[rank]} is gone: {how}")
 
     def _raise(self) -> None:
         cause = self.cause
         if cause is None or self._is_own:
             return
-        self.is_raised = True
+        self._note_raised()
         raise PeerFailed(f"rank {self._mesh.rank} stops, because rank {cause.rank} failed\n\n{cause}", cause=cause)
 
-    def _adopt(self, cause: Cause, *, is_own: bool = False, is_told: bool = False) -> None:
+    @property
+    def _turn_s(self) -> float:
+        return min(_TURN_S * self._mesh.rank, _LONGEST_TURN_S)
+
+    def _note_raised(self) -> None:
+        if self.raised_at_s is None:
+            self.raised_at_s = time.monotonic()
+
+    def _adopt(self, cause: Cause, *, is_own: bool = False) -> None:
         """Hold a cause if none is held, hand it on, and wake whoever waits."""
         if self.cause is not None:
             return
         self._is_own = is_own and cause.kind == "exception"
         self.cause = cause
-        if not is_told:
-            self._send(cause, is_dying=False)
+        self._send(cause, is_dying=False)
         self._is_known.set()
         self._wake()
 
@@ -225,22 +259,15 @@ class Failures:
         if self._mesh.rank == min(living, default=self._mesh.rank):
             self._settle_death()
         else:
-            later = threading.Timer(_ECHO_S, self._settle_death)
+            later = threading.Timer(_ECHO_S + self._turn_s, self._settle_death)
             later.daemon = True
             later.start()
 
     def _settle_death(self) -> None:
         with self._lock:
-            self._adopt(self._death())
+            if cause := self.death:
+                self._adopt(cause)
         self._report_death()
-
-    def _death(self) -> Cause:
-        """The cause that a process is gone."""
-        rank, last_words = min(self.gone.items())
-        if last_words is not None:
-            return last_words
-        how = "its process ended without a word" if rank != self._mesh.rank else "its thread of connections has failed"
-        return Cause(rank, "lost", self._where(rank), f"{self._mesh.names[rank]} is gone: {how}")
 
     def _report_death(self) -> None:
         for handler in self._death_handlers:
