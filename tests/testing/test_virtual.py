@@ -1,5 +1,7 @@
 """Virtual devices: a measured timeline is a simulated one, action by action."""
 
+import time
+
 import pytest
 import torch
 
@@ -73,3 +75,23 @@ def test_virtual_costs_leave_the_backward_whole():
     assert costs.forward_s == (0.1,) * 3
     assert costs.input_grad_s == (0.3,) * 3
     assert costs.weight_grad_s == (0.0,) * 3
+
+
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+def test_a_backward_waits_once_whoever_asks_for_its_gradient(needs_input_grad, monkeypatch):
+    """The first stage of a model has no gradient to hand on, and takes its time all the same."""
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    stage = virtual_stages(1, 100.0, 500.0)[0]
+    result = stage(torch.ones(2, requires_grad=needs_input_grad))
+    assert waited == [pytest.approx(100, abs=50)]
+    result.sum().backward()
+    assert waited[1:] == [pytest.approx(500, abs=50)]
+
+
+def test_a_virtual_weight_has_its_gradient_before_the_wait_is_over(monkeypatch):
+    stage = virtual_stages(1, 0, 500.0)[0]
+    grads = []
+    monkeypatch.setattr(time, "sleep", lambda _: grads.append(stage.weight.grad))
+    stage(torch.ones(2, requires_grad=True)).sum().backward()
+    assert grads[0].tolist() == 0

@@ -32,22 +32,55 @@ class VirtualStage(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         """``(batch, ...)`` → the same; what autograd does for this stage is part of its time."""
         end_s = time.perf_counter() + self.forward_s
-        waited: Tensor = _Wait.apply(value, self.weight, self.backward_s)  # type: ignore[no-untyped-call]
+        backward = _Backward(self.backward_s)
+        weight: Tensor = self.weight
+        # The backward has to wait on its way out even where nobody asks for the gradient of the input.
+        if value.requires_grad:
+            value = _Wait.apply(value, backward)  # type: ignore[no-untyped-call]
+        else:
+            weight = _Wait.apply(weight, backward)  # type: ignore[no-untyped-call]
+        result: Tensor = _Begin.apply(value, weight, backward)  # type: ignore[no-untyped-call]
         _wait_until(end_s)
-        return waited
+        return result
 
 
-class _Wait(torch.autograd.Function):
+class _Backward:
+    """One backward of a stage, which begins at the stage's output and ends at its input."""
+
+    __slots__ = ("duration_s", "end_s")
+
+    def __init__(self, duration_s: float) -> None:
+        self.duration_s = duration_s
+        self.end_s = 0.0
+
+
+class _Begin(torch.autograd.Function):
+    """Where the gradient comes in: from here on the stage's time runs, and its weight gets its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
+    def forward(ctx: Any, value: Tensor, weight: Tensor, backward: _Backward) -> Tensor:
+        ctx.backward_time = backward
         ctx.weight_grad = torch.zeros_like(weight)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _wait_until(time.perf_counter() + ctx.backward_s)
+        ctx.backward_time.end_s = time.perf_counter() + ctx.backward_time.duration_s
         return grads[0], ctx.weight_grad, None
+
+
+class _Wait(torch.autograd.Function):
+    """Where the gradient goes out: not before the stage's time is over."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, backward: _Backward) -> Tensor:
+        ctx.backward_time = backward
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _wait_until(ctx.backward_time.end_s)
+        return grads[0], None
 
 
 def _wait_until(end_s: float) -> None:
