@@ -6,8 +6,8 @@ order is the schedule's, what is waited for is the relation's, and what is done 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pipeloom.ir import Action, Kind, Schedule
 from pipeloom.ir.relations import channel_of, takes
@@ -17,8 +17,24 @@ from pipeloom.runtime.transport.base import Aborted, Transport
 
 Handler = Callable[[Action, tuple[Any, ...]], Any]
 """Does an action with the values that it takes over; returns what it made, None if nobody takes that over."""
-Step = tuple[Action, tuple[Action, ...]]
-"""An action, and the actions of its rank whose values it takes over."""
+
+
+class Source(NamedTuple):
+    """Where an action takes a value over from.
+
+    Args:
+        action: of the same rank, earlier in its program.
+        position: where it stands there.
+        is_received: the value comes from another rank.
+    """
+
+    action: Action
+    position: int
+    is_received: bool
+
+
+Step = tuple[Action, tuple[Source, ...]]
+"""An action, and from where it takes values over."""
 
 
 class Plan:
@@ -30,10 +46,16 @@ class Plan:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.steps: tuple[tuple[Step, ...], ...] = tuple(
-            tuple((action, tuple(takes(action, schedule))) for action in program) for program in schedule.programs
-        )
+        self.steps: tuple[tuple[Step, ...], ...] = tuple(_steps(program, schedule) for program in schedule.programs)
         self.channels = frozenset(channel_of(action, schedule) for action in schedule if action.kind.is_send)
+
+
+def _steps(program: Sequence[Action], schedule: Schedule) -> tuple[Step, ...]:
+    positions = {action: position for position, action in enumerate(program)}
+    return tuple(
+        (action, tuple(Source(each, positions[each], each.kind.is_recv) for each in takes(action, schedule)))
+        for action in program
+    )
 
 
 def execute(
@@ -50,13 +72,16 @@ def execute(
         Aborted: another rank failed, or the user stopped the step.
         BaseException: whatever a handler raised, with a note that names rank, stage, micro-batch and action.
     """
-    made: dict[Action, Any] = {}
+    # What comes between two actions delays every rank after this one, and a thread that was woken runs it many times
+    # slower than a loop does: so values are found by position, and handlers by code. Enumerations hash in Python.
+    made: dict[int, Any] = {}
+    by_code = {kind.code: handler for kind, handler in handlers.items()}
     for position, (action, sources) in enumerate(plan.steps[rank]):
         control.check(rank, action)
-        given = tuple(transport.take(each) if each.kind.is_recv else made.pop(each) for each in sources)
+        given = tuple([transport.take(each) if is_received else made.pop(at) for each, at, is_received in sources])
         start_s = clock()
         try:
-            made[action] = handlers[action.kind](action, given)
+            made[position] = by_code[action.kind.code](action, given)
         except Aborted:
             raise
         except BaseException as error:

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any
 
-from pipeloom.ir import Action, Schedule
-from pipeloom.ir.relations import channel_of, counterpart
+from pipeloom.ir import Action, Kind, Schedule
 from pipeloom.runtime.transport.base import Aborted
 
-_POISON: Any = (None, object())
+_POISON: tuple[None, None] = (None, None)
 
 
 class LocalTransport:
@@ -29,21 +28,24 @@ class LocalTransport:
     """
 
     def __init__(self, schedule: Schedule, channels: Iterable[tuple[int, int]]) -> None:
-        self._schedule = schedule
-        self._queues: dict[tuple[int, int], SimpleQueue[tuple[Action, Any]]] = {
+        self._ranks = schedule.placement.ranks
+        self._queues: dict[tuple[int, int], SimpleQueue[tuple[Action | None, Any]]] = {
             channel: SimpleQueue() for channel in channels
         }
-        self._arrived: list[dict[Action, Any]] = [{} for _ in range(schedule.num_ranks)]
+        # By what is cheap to hash: micro-batch, stage of the sender, whether it goes forward.
+        self._arrived: list[dict[tuple[int, int, bool], Any]] = [{} for _ in range(schedule.num_ranks)]
         self._num_live_slots = [0] * schedule.num_ranks
         self.peak_live_slots = [0] * schedule.num_ranks
 
     def send(self, action: Action, message: Any) -> None:
         """Post a message; never waits."""
-        self._queues[channel_of(action, self._schedule)].put((counterpart(action), message))
+        stage = action.stage
+        receiver = self._ranks[stage + (1 if action.kind is Kind.SEND_F else -1)]
+        self._queues[self._ranks[stage], receiver].put((action, message))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
-        rank = self._schedule.rank_of(action.stage)
+        rank = self._ranks[action.stage]
         self._num_live_slots[rank] += 1
         self.peak_live_slots[rank] = max(self.peak_live_slots[rank], self._num_live_slots[rank])
 
@@ -53,16 +55,18 @@ class LocalTransport:
         Raises:
             Aborted: the step ends before the message comes.
         """
-        rank = self._schedule.rank_of(action.stage)
-        queue, arrived = self._queues[channel_of(counterpart(action), self._schedule)], self._arrived[rank]
-        while action not in arrived:
-            delivered = queue.get()
-            if delivered is _POISON:
+        stage, is_forward = action.stage, action.kind is Kind.RECV_F
+        rank, sending_stage = self._ranks[stage], stage + (-1 if is_forward else 1)
+        queue, arrived = self._queues[self._ranks[sending_stage], rank], self._arrived[rank]
+        awaited = action.microbatch, sending_stage, is_forward
+        while awaited not in arrived:
+            sent, message = queue.get()
+            if sent is None:
                 raise Aborted
-            receive, message = delivered
-            arrived[receive] = message
+            arrived[sent.microbatch, sent.stage, sent.kind is Kind.SEND_F] = message
+            del message  # or a rank that goes on waiting would keep it
         self._num_live_slots[rank] -= 1
-        return arrived.pop(action)
+        return arrived.pop(awaited)
 
     def abort(self) -> None:
         """Wake every rank that waits, now or later."""
