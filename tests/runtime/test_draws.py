@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,7 @@ from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.draws import drawing, drawing_in_backward, stand_in_for_defaults
 
 KEY = DrawKey(seed=7, step_index=3, data_rank=0, microbatch=1, unit="blocks.0")
-BACKWARD = replace(KEY, unit="backward of stage 0")
+BACKWARD = KEY._replace(unit="backward of stage 0")
 INTEGERS = st.integers(0, 2**31)
 KEYS = st.builds(DrawKey, INTEGERS, INTEGERS, INTEGERS, INTEGERS, st.text())
 
@@ -120,7 +119,7 @@ def run(unit: nn.Module, key: DrawKey) -> tuple[Tensor, Tensor]:
     inputs = torch.linspace(-1, 1, 4 * 6 * 16).reshape(4, 6, 16).requires_grad_()
     with drawing(key):
         output = unit(inputs)
-    with drawing_in_backward(replace(key, unit="backward")):
+    with drawing_in_backward(key._replace(unit="backward")):
         output.square().sum().backward()
     return output.detach(), inputs.grad
 
@@ -172,13 +171,13 @@ def test_seeds_do_not_change_from_process_to_process() -> None:
 
 @pytest.mark.parametrize("field", ["seed", "step_index", "data_rank", "microbatch"])
 def test_every_part_of_the_key_counts(field: str) -> None:
-    other = replace(KEY, **{field: getattr(KEY, field) + 1})
+    other = KEY._replace(**{field: getattr(KEY, field) + 1})
     assert torch.equal(drawn(), drawn())
     assert not torch.equal(drawn(), drawn(other))
 
 
 def test_the_unit_and_its_call_count() -> None:
-    assert not torch.equal(drawn(), drawn(replace(KEY, unit="blocks.1")))
+    assert not torch.equal(drawn(), drawn(KEY._replace(unit="blocks.1")))
     assert not torch.equal(drawn(), drawn(KEY, call=1))
 
 
@@ -190,14 +189,14 @@ def test_a_unit_draws_the_same_again_and_leaves_the_default_generator_alone(name
     torch.rand(5)
     torch.set_rng_state(before)
     assert_same(run(unit, KEY), first)
-    assert not torch.equal(run(unit, replace(KEY, microbatch=2))[0], first[0])
+    assert not torch.equal(run(unit, KEY._replace(microbatch=2))[0], first[0])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", DRAWING_UNITS)
 def test_units_in_two_threads_draw_what_they_draw_alone(name: str) -> None:
     units = [DRAWING_UNITS[name](), DRAWING_UNITS["transformer"]()]
-    keys = [replace(KEY, unit=str(position)) for position in range(2)]
+    keys = [KEY._replace(unit=str(position)) for position in range(2)]
     alone = [run(unit, key) for unit, key in zip(units, keys, strict=True)]
 
     def repeat(position: int) -> list[tuple[Tensor, Tensor]]:
@@ -277,7 +276,7 @@ def test_a_deep_backward_takes_the_stream_to_torchs_own_threads() -> None:
 def test_contexts_nest() -> None:
     with drawing(KEY):
         first = torch.rand(2)
-        with drawing(replace(KEY, unit="inner")):
+        with drawing(KEY._replace(unit="inner")):
             torch.rand(100)
         second = torch.rand(2)
     assert torch.equal(torch.cat([first, second]), drawn()[:4])
@@ -364,7 +363,7 @@ def test_a_compiled_unit_draws_as_an_eager_one(backend: str, name: str) -> None:
     before = torch.get_rng_state()
     first = run(compiled, KEY)
     assert torch.equal(first[0] == 0, run(unit, KEY)[0] == 0)
-    results = in_threads([lambda: run(compiled, KEY), lambda: run(compiled, replace(KEY, microbatch=2))])
+    results = in_threads([lambda: run(compiled, KEY), lambda: run(compiled, KEY._replace(microbatch=2))])
     assert_same(results[0], first)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -387,8 +386,8 @@ def test_a_unit_compiled_to_machine_code_draws_the_same_again() -> None:
     compiled = torch.compile(Checkpointed(mlp(), use_reentrant=False))
     before = torch.get_rng_state()
     first = run(compiled, KEY)
-    other = run(compiled, replace(KEY, microbatch=2))
-    results = in_threads([lambda: run(compiled, KEY), lambda: run(compiled, replace(KEY, microbatch=2))])
+    other = run(compiled, KEY._replace(microbatch=2))
+    results = in_threads([lambda: run(compiled, KEY), lambda: run(compiled, KEY._replace(microbatch=2))])
     assert_same(results[0], first)
     assert_same(results[1], other)
     assert not torch.equal(first[0], other[0])

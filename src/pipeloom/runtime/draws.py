@@ -26,6 +26,8 @@ from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_gener
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.foreign_draws import ForeignDraws
 
+_HAS_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+
 
 class DrawStream:
     """The generators of one call of a unit, one per device, made when the first draw asks.
@@ -153,7 +155,7 @@ def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) ->
     Raises:
         DrawError: on leaving, if ``foreign`` found such draws; at once for ``torch.seed()``.
     """
-    stand_in_for_defaults()
+    _prepare()
     context = entered(DrawStream(key, call, is_backward=False))
     watch = None if foreign is None else foreign.watch(key)
     return context if watch is None else _watched(context, watch)
@@ -168,8 +170,15 @@ def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
     Args:
         key: with a name for the stage's backward where the unit's name stands.
     """
-    stand_in_for_defaults()
+    _prepare()
     return entered(DrawStream(key, 0, is_backward=True))
+
+
+def _prepare() -> None:
+    """Every call of every unit comes here; without CUDA, one look says that the stand-in is there."""
+    cpu: Any = torch.random
+    if _HAS_CUDA or type(cpu.default_generator) is not _StandIn:
+        stand_in_for_defaults()
 
 
 @contextmanager
