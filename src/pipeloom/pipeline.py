@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss
+from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss, Verdict
 from pipeloom.batch.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
-from pipeloom.errors import LossError, PipeloomError, RuntimeStateError, SplitError, UnsupportedShape
+from pipeloom.errors import LossError, PipeloomError, ProcessError, RuntimeStateError, SplitError
 from pipeloom.ir import Schedule, Timeline
+from pipeloom.processes import Place, clip_grad_norm
 from pipeloom.programs import Programs
+from pipeloom.ranks import Devices, check_num_ranks, place
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.executor import Plan
 from pipeloom.runtime.foreign_draws import ForeignDraws
 from pipeloom.runtime.gradients import GradientChanges, set_grad_dtype
-from pipeloom.runtime.local import LocalRuntime
-from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.trace import Trace
 from pipeloom.splitting import Ties, split
 
 OnNan = Literal["raise", "skip", "ignore"]
@@ -55,10 +57,15 @@ class Pipeline:
             parameter's own. Stays with the parameters, and the optimizer has to take such gradients.
         seed: of all random draws inside the model.
         trace: measure when each action runs.
+        transport: "auto": ranks are processes where several were started (by torchrun, or with a process group of
+            your own), else threads of this one; "local" and "distributed" say it. Each process makes the whole model
+            and keeps its own stages; the others' weights go to the meta device.
+        wait_limit_s: how long a process waits for another before it reports a stall, in seconds.
 
     Raises:
         SplitError: the model cannot be cut so, or ``batch_norm`` is none that exists.
         ScheduleError: the schedule is unknown, does not fit the stages, or is wrong.
+        ProcessError: ``transport`` is none that exists, or there are not as many processes as ranks.
         LossError: ``loss_fn``, ``loss_reduction`` or ``on_nan`` is none that exists.
     """
 
@@ -73,7 +80,7 @@ class Pipeline:
         cuts: Sequence[int] | None = None,
         recompute: bool | Sequence[bool] = False,
         num_ranks: int | None = None,
-        devices: Sequence[torch.device | str | int] | None = None,
+        devices: Devices | None = None,
         loss_reduction: Reduction = "mean",
         loss_count: Callable[[Any], Any] | None = None,
         on_nan: OnNan = "raise",
@@ -81,24 +88,28 @@ class Pipeline:
         grad_dtype: torch.dtype | None = None,
         seed: int = 0,
         trace: bool = True,
+        transport: Place = "auto",
+        wait_limit_s: float = 600.0,
     ) -> None:
+        _one_of(transport, Place, "transport", ProcessError)
         self._split = split(model, num_stages=num_stages, cuts=cuts)
         self._ties = Ties(self._split, loss_fn)
         self._model = model
         self._rule = LossRule(loss_fn, loss_reduction, loss_count)
         self._on_nan = _one_of(on_nan, OnNan, "on_nan", LossError)
         is_deferred = _one_of(batch_norm, Statistics, "batch_norm", SplitError) == "deferred"
-        self._statistics = DeferredStatistics(self._split.root if is_deferred else nn.Module())
         self._programs = Programs(schedule, self.num_stages, recompute)
         self.num_microbatches = self._programs.checked(num_microbatches)
-        _check_ranks(num_ranks, self.num_ranks)
-        self._runtime = LocalRuntime(self._make_stages(devices), self._programs.placement)
+        check_num_ranks(num_ranks, self.num_ranks)
+        self._ranks = place(self._split, self._ties, self._programs, transport, devices, wait_limit_s)
+        own = nn.ModuleList(unit.module for stage in self._ranks.stages for unit in self._split.stages[stage])
+        self._statistics = DeferredStatistics(own if is_deferred else nn.Module())
         if grad_dtype is not None:
-            set_grad_dtype(self._split.root.parameters(), grad_dtype)
+            set_grad_dtype(own.parameters(), grad_dtype)
         self._foreign = ForeignDraws()
         self._user: dict[str, object] = {}
         self._is_closed = False
-        self._timeline: Timeline | None = None
+        self._trace: Trace | None = None
         self.seed = seed
         self.trace = trace
         self.step_index = 0
@@ -142,14 +153,14 @@ class Pipeline:
         Raises:
             RuntimeStateError: nothing was traced yet.
         """
-        if self._timeline is None:
+        if self._trace is None:
             raise RuntimeStateError("no step was traced yet", "call step() once, with trace=True (the default)")
-        return self._timeline
+        return self._trace.timeline()
 
     @property
     def peak_live_slots(self) -> tuple[int, ...]:
         """Per rank, the most receive buffers that were live at once in the last step or evaluation."""
-        return self._runtime.peak_live_slots
+        return self._ranks.runtime.peak_live_slots
 
     # Running it.
 
@@ -189,7 +200,8 @@ class Pipeline:
         plan = self._programs.training(len(inputs))
         with self._running(), self._deferring(len(inputs)), self._run(plan, context) as changes:
             outputs = self._merged(context) if return_outputs else None
-            value = self._settle(loss, context, changes)
+            verdict = partial(loss.verdict, self.step_index, has_check=self._on_nan != "ignore")
+            value = self._settle(self._ranks.runtime.agree(verdict), context, changes)
         self.step_index += 1
         return (value, outputs) if return_outputs else value
 
@@ -210,12 +222,12 @@ class Pipeline:
             RuntimeStateError: the pipeline is closed or in use.
         """
         num_microbatches = min(self._num_microbatches, max(1, batch_size(args, kwargs)))
-        del broadcast_output
         inputs = split_batch(args, kwargs, None, num_microbatches)
         context = self._context(inputs, None, has_outputs=True)
-        with self._running():
-            self._run(self._programs.evaluation(num_microbatches), context)
-        return self._merged(context)
+        with self._running(), self._run(self._programs.evaluation(num_microbatches), context):
+            self._ranks.runtime.agree(None)
+            outputs = self._merged(context)
+            return self._ranks.runtime.from_last(outputs) if broadcast_output else outputs
 
     # The model as a whole.
 
@@ -225,21 +237,19 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with the whole model's names; a list's modules are named by their index."""
-        named = self._split.root.named_parameters()
-        return ((name, parameter) for name, parameter in named if not self._ties.is_copy(parameter))
+        return self._ranks.share.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers under the whole model's names."""
-        return self._split.root.state_dict()
+        return self._ranks.share.state_dict()
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """All ranks' parts; they are all in this process, so it is `state_dict`, whatever ``to`` is."""
-        del to
-        return self.state_dict()
+        """All ranks' parts on rank ``to``, nothing on the others; where ranks are processes, all have to call it."""
+        return self._ranks.runtime.to_one(self.state_dict(), to)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load parameters and buffers by the whole model's names, as `nn.Module.load_state_dict` does."""
-        return self._split.root.load_state_dict(state, strict=strict)
+        return self._ranks.share.load_state_dict(state, strict)
 
     def train(self, mode: bool = True) -> Self:
         """Put the model into training mode."""
@@ -256,15 +266,24 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most ``max_norm``; return the norm before."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        if self._ranks.share.is_whole:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        gather = partial(self._ranks.runtime.all_gather, what=f"clip_grad_norm_ before step {self.step_index}")
+        own, names = dict(self.named_parameters()), self._ranks.share.parameter_names()
+        return clip_grad_norm(own, names, max_norm, norm_type, error_if_nonfinite, gather)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
         """An optimizer of all parameters: ``pipe.optimizer(torch.optim.AdamW, lr=3e-4)``."""
-        return cls(self.parameters(), **options)
+        return cls(list(self.parameters()) or [nn.Parameter(torch.empty(0))], **options)
 
     def unwrap(self) -> nn.Module | Sequence[nn.Module]:
-        """Give the model back, whole, and close the pipeline; waits for ranks that a failed step left busy."""
-        self._runtime.wait_for_late_ranks()
+        """Give the model back, whole, and close the pipeline; waits for ranks that a failed step left busy.
+
+        Where ranks are processes all have to call it, and each gets the whole model.
+        """
+        self._ranks.runtime.wait_for_late_ranks()
+        if not self._ranks.share.is_whole:
+            self._ranks.share.fill(self._ranks.runtime.to_all(self._ranks.share.contents()))
         self.close()
         self._ties.undo()
         return self._model
@@ -272,7 +291,7 @@ class Pipeline:
     def close(self) -> None:
         """End the rank threads. A closed pipeline runs no more; its parameters stay."""
         self._is_closed = True
-        self._runtime.close()
+        self._ranks.runtime.close()
 
     def __enter__(self) -> Self:
         return self
@@ -281,18 +300,6 @@ class Pipeline:
         self.close()
 
     # How it is wired.
-
-    def _make_stages(self, devices: Sequence[torch.device | str | int] | None) -> list[Stage]:
-        places = None if devices is None else _devices(devices, self.num_ranks)
-        return [
-            Stage(
-                index,
-                units,
-                device=None if places is None else places[self._programs.placement.rank_of(index)],
-                has_recompute=index in self._programs.recomputed,
-            )
-            for index, units in enumerate(self._split.stages)
-        ]
 
     def _context(self, inputs: list[MicrobatchInputs], loss: StepLoss | None, *, has_outputs: bool) -> StepContext:
         return StepContext(inputs, loss, Ambient.capture(), self.seed, self.step_index, self._foreign, has_outputs)
@@ -330,27 +337,30 @@ class Pipeline:
 
     def _run(self, plan: Plan, context: StepContext) -> GradientChanges:
         self._split.check_unchanged()
-        self._ties.refresh()
-        timeline, changes = self._runtime.run(plan, context, has_trace=self.trace)
-        self._timeline = timeline or self._timeline
+        self._ties.refresh(self._ranks.stages)
+        changes = self._ranks.runtime.run(plan, context, has_trace=self.trace)
+        self._trace = self._ranks.runtime.trace or self._trace
         return changes
 
-    def _settle(self, loss: StepLoss, context: StepContext, changes: GradientChanges) -> Tensor:
+    def _settle(self, verdict: Verdict | None, context: StepContext, changes: GradientChanges) -> Tensor:
         """Finish the gradients, or drop them because the loss is not finite."""
-        value = loss.total()
-        if self._on_nan == "ignore" or bool(torch.isfinite(value)):
-            scale = loss.final_scale if loss.is_deferred else 1.0
-            context.backward_into_inputs(scale)
-            changes.finish(scale)
-            self._ties.gather()
+        assert verdict is not None, "a training step has losses"
+        if verdict.fault is None:
+            context.backward_into_inputs(verdict.scale)
+            changes.finish(verdict.scale)
+            self._ranks.runtime.gather_ties()
+            self._ties.gather(self._ranks.stages)
         elif self._on_nan == "raise":
-            raise loss.non_finite(self.step_index)
+            raise verdict.fault
         else:
             changes.undo()
             self._statistics.discard()
-        return value
+        return verdict.value
 
     def _merged(self, context: StepContext) -> Any:
+        """The outputs; None on a rank that does not have the last stage."""
+        if self.num_stages - 1 not in self._ranks.stages:
+            return None
         outputs = [context.outputs[i] for i in range(len(context.inputs))]
         return merge_outputs(outputs, [each.num_samples for each in context.inputs])
 
@@ -361,24 +371,3 @@ def _one_of(given: Any, choices: Any, name: str, error: type[PipeloomError]) -> 
     if given not in known:
         raise error(f"{name}={given!r} was given; one of {', '.join(map(repr, known))} is needed")
     return given
-
-
-def _devices(given: Sequence[torch.device | str | int], num_ranks: int) -> list[torch.device]:
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise UnsupportedShape(f"devices={given!r} was given; a list with one device for each rank is needed")
-    if len(given) != num_ranks:
-        raise UnsupportedShape(f"{len(given)} devices were given for {num_ranks} ranks; each needs one")
-    try:
-        return [torch.device(each) for each in given]
-    except (RuntimeError, TypeError):
-        raise UnsupportedShape(
-            f"devices={list(given)} were given; each must be a torch.device, or what makes one, as 'cuda:0'"
-        ) from None
-
-
-def _check_ranks(given: int | None, num_ranks: int) -> None:
-    if given is not None and given != num_ranks:
-        raise UnsupportedShape(
-            f"num_ranks={given} was given, but the schedule puts the stages on {num_ranks} ranks",
-            "leave num_ranks out, or give as many stages as ranks",
-        )

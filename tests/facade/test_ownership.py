@@ -100,7 +100,7 @@ def test_interrupt_leaves_the_callers_gradient_mode(monkeypatch):
     """Ctrl-C may fall between the end of a `no_grad` of ours and its putting back what was on before."""
     pipe = pipeline()
 
-    def interrupted():
+    def interrupted(_):
         torch.set_grad_enabled(False)
         raise KeyboardInterrupt
 

@@ -36,7 +36,8 @@ class Run:
 
     def train(self, loss_fn=lambda output: output.sum(), has_trace=False):
         context = self.context(loss_fn)
-        return context, *self.runtime.run(self.programs.training(3), context, has_trace=has_trace)
+        changes = self.runtime.run(self.programs.training(3), context, has_trace=has_trace)
+        return context, self.runtime.trace, changes
 
     def evaluate(self):
         context = self.context(None)
@@ -55,8 +56,8 @@ def run():
 
 
 def test_training_leaves_losses_outputs_and_gradients(run):
-    context, timeline, _ = run.train()
-    assert timeline is None
+    context, trace, _ = run.train()
+    assert trace is None
     assert sorted(context.outputs) == sorted(context.loss.values) == [0, 1, 2]
     assert all(gradient is not None for gradient in run.gradients())
 
@@ -68,7 +69,7 @@ def test_evaluation_leaves_outputs_only(run):
 
 
 def test_trace_is_made_if_asked_for(run):
-    _, timeline, _ = run.train(has_trace=True)
+    timeline = run.train(has_trace=True)[1].timeline()
     assert timeline.schedule == run.programs.training(3).schedule
     assert {span.rank for span in timeline} == {0, 1, 2}
 

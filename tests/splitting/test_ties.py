@@ -43,7 +43,7 @@ def test_shares_are_summed_last_stage_first():
     ties = ties_of(model)
     for layer, share in zip(model, (0.5, 1.0, -1e8, 1e8), strict=True):
         layer.weight.grad = torch.full((2, 2), share)
-    ties.gather()
+    ties.gather(range(9))
     assert torch.equal(model[0].weight.grad, torch.full((2, 2), 1.5))
     assert [layer.weight.grad for layer in model[1:]] == [None] * 3
 
@@ -53,7 +53,7 @@ def test_shares_join_no_gradient_or_an_earlier_one():
     ties = ties_of(model)
     for expected in (1.0, 2.0):
         model[1].weight.grad = torch.ones(2, 2)
-        ties.gather()
+        ties.gather(range(9))
         assert torch.equal(model[0].weight.grad, torch.full((2, 2), expected))
 
 
@@ -62,7 +62,7 @@ def test_copies_follow_their_owner():
     ties = ties_of(model)
     model[0].weight.data = torch.full((2, 2), 7.0)
     model[0].weight.requires_grad_(False)
-    ties.refresh()
+    ties.refresh(range(9))
     assert torch.equal(model[1].weight, model[0].weight)
     assert not model[1].weight.requires_grad
 
@@ -72,7 +72,7 @@ def test_weight_that_was_replaced_is_noticed():
     ties = ties_of(model)
     model[1].weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(RuntimeStateError, match=r"stages share was replaced.*\nhint: make each pipeline from a model"):
-        ties.refresh()
+        ties.refresh(range(9))
 
 
 def test_undo_gives_every_stage_the_one_weight():
@@ -100,7 +100,7 @@ def test_weight_that_left_its_place_is_noticed(change):
     ties = ties_of(model)
     change(model[1])
     with pytest.raises(RuntimeStateError, match="parametrized or pruned after it was cut"):
-        ties.refresh()
+        ties.refresh(range(9))
     ties.undo()
 
 
@@ -114,7 +114,7 @@ def test_sparse_shares_join_dense_ones(sparse_stage, has_earlier):
         share = torch.eye(2)
         layer.weight.grad = share.to_sparse() if stage == sparse_stage else share
     model[0].weight.grad = model[0].weight.grad if has_earlier else None
-    ties.gather()
+    ties.gather(range(9))
     assert torch.equal(model[0].weight.grad.to_dense(), torch.eye(2) * (3 if has_earlier else 2))
 
 
@@ -124,7 +124,7 @@ def test_hooks_of_the_weight_see_every_share():
     ties = ties_of(model)
     handles = [model[0].weight.register_hook(lambda grad: grad * 2), model[0].weight.register_hook(seen.append)]
     for _ in range(2):
-        ties.refresh()
+        ties.refresh(range(9))
     model[2].weight.sum().backward()
     assert torch.equal(model[2].weight.grad, torch.full((2, 2), 2.0))
     assert [each[0, 0].item() for each in seen] == [2.0]

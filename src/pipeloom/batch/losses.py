@@ -100,6 +100,21 @@ class LossRule:
         return None if count is None else [_number(_COUNT.format(i), count(target)) for i, target in enumerate(targets)]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the losses of a step come to.
+
+    Args:
+        value: the loss of the batch, a detached scalar.
+        scale: what gradients are multiplied by at the end.
+        fault: that the value is not finite.
+    """
+
+    value: Tensor
+    scale: float
+    fault: NonFiniteLoss | None
+
+
 @dataclass
 class StepLoss:
     """The losses of one step, one per micro-batch as they come.
@@ -160,6 +175,13 @@ class StepLoss:
         if self.is_deferred:
             return self._sum([1.0] * len(self.values)) * self.final_scale
         return self._sum([self._weight(microbatch) for microbatch in sorted(self.values)])
+
+    def verdict(self, step_index: int, *, has_check: bool = True) -> Verdict:
+        """What all losses together come to, once they are all there; with ``has_check``, whether that is finite."""
+        value = self.total()
+        is_fine = not has_check or bool(torch.isfinite(value))
+        fault = None if is_fine else self.non_finite(step_index)
+        return Verdict(value, self.final_scale if self.is_deferred else 1.0, fault)
 
     def non_finite(self, step_index: int) -> NonFiniteLoss:
         """The error for a total that is NaN or infinite, naming the first micro-batch that made it so."""
@@ -286,7 +308,7 @@ def _warn_of_ignored(loss_fn: LossFn | None, targets: Sequence[Any]) -> None:
                 "micro-batches with few counted targets weigh too much; return (sum, count) from the loss, or give "
                 "loss_count=lambda target: (target != ignore_index).sum()",
                 PipeloomWarning,
-                stacklevel=5,  # the caller of step()
+                stacklevel=6,  # the caller of step()
             )
             return
 

@@ -5,7 +5,7 @@ A step is a transaction: if it fails, the gradients that were there before it ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Self
 
 import torch
@@ -70,10 +70,16 @@ class GradientChanges:
 
     Args:
         scopes: per stage, the gradients that the step may change.
+        failed: called with what ended the step, when it is undone.
     """
 
-    def __init__(self, scopes: Mapping[int, GradientScope] | None = None) -> None:
+    def __init__(
+        self,
+        scopes: Mapping[int, GradientScope] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.scopes = scopes or {}
+        self._failed = failed
 
     def finish(self, scale: float) -> None:
         """Scale what was set apart and add it to earlier gradients."""
@@ -84,9 +90,11 @@ class GradientChanges:
         """What runs inside belongs to the step: if it fails, the step is undone."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None:
             self.undo()
+            if self._failed is not None:
+                self._failed(error)
 
     def undo(self) -> None:
         """Put the gradients back as they were before the step."""

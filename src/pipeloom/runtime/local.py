@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipeloom.batch.losses import StepLoss
-from pipeloom.ir import Kind, Placement, Timeline
+from pipeloom.batch.losses import StepLoss, Verdict
+from pipeloom.ir import Kind, Placement
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
@@ -29,22 +31,28 @@ class LocalRuntime:
         placement: which rank runs which stage.
 
     Attributes:
+        rank: of this process among the pipeline's processes.
+        num_ranks: how many processes there are.
+        trace: of the last run; None if it was not traced.
         peak_live_slots: per rank, the most receives that were live at once in the last run.
     """
+
+    rank, num_ranks = 0, 1
 
     def __init__(self, stages: Sequence[Stage], placement: Placement) -> None:
         self._stages = tuple(stages)
         self._placement = placement
         self._threads = RankThreads(placement.num_ranks)
+        self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
         self.wait_for_late_ranks = self._threads.wait_for_late_ranks
         self.close = weakref.finalize(self, self._threads.close)  # called at the latest when nobody has this any more
 
-    def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> tuple[Timeline | None, GradientChanges]:
+    def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
         """Run one step or evaluation on all ranks.
 
         Returns:
-            What was measured if it was asked for, and the gradients' changes, which can still be undone.
+            The changes of the gradients, which can still be undone.
 
         Raises:
             BaseException: what the first failing rank raised; gradients are then as they were before.
@@ -72,7 +80,33 @@ class LocalRuntime:
         tasks = [partial(work, rank) for rank in range(plan.schedule.num_ranks)]
         self._threads.run(tasks, stop=stop, undo=changes.undo, undo_late=undo_late)
         self.peak_live_slots = tuple(transport.peak_live_slots)
-        return (trace.timeline() if trace else None), changes
+        self.trace = trace
+        return changes
+
+    def agree(self, verdict: Callable[[], Verdict] | None) -> Verdict | None:
+        """End a call: with one process there is nobody to ask."""
+        return verdict() if verdict else None
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Every process's payload: there is one."""
+        del what
+        return [payload]
+
+    def gather_ties(self) -> None:
+        """Bring shares of gradients together that are in other processes: none are."""
+
+    def to_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every process's tensors."""
+        return dict(tensors)
+
+    def to_one(self, values: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Every process's values, whatever the rank: they are all here."""
+        del rank
+        return values
+
+    def from_last(self, value: Any) -> Any:
+        """What the process of the last stage has."""
+        return value
 
     def _changes(self, loss: StepLoss) -> GradientChanges:
         parameters = {stage.index: list(stage.module.parameters()) for stage in self._stages}

@@ -27,6 +27,14 @@ class Trace:
         self._starts[rank][position] = start_s
         self._ends[rank][position] = end_s
 
+    def of(self, rank: int) -> tuple[bytes, bytes]:
+        """The starts and ends of one rank, for `put` in another process."""
+        return self._starts[rank].tobytes(), self._ends[rank].tobytes()
+
+    def put(self, rank: int, starts: bytes, ends: bytes) -> None:
+        """Take over what another process measured; processes of one machine share the clock."""
+        self._starts[rank], self._ends[rank] = array("d", starts), array("d", ends)
+
     def timeline(self) -> Timeline:
         """What was measured, counted from the earliest start."""
         zero = min((start for starts in self._starts for start in starts), default=0.0)

@@ -8,7 +8,7 @@ the weight see each share by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,12 +38,14 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tie:
+class Tie:
     """A weight of an earlier stage, and what one later stage has in its stead."""
 
     owner: nn.Parameter
     copy: nn.Parameter
     places: tuple[_Place, ...]
+    owner_stage: int
+    stage: int
 
 
 class Ties:
@@ -58,7 +60,7 @@ class Ties:
     """
 
     def __init__(self, made: Split, loss_fn: Any = None) -> None:
-        self._ties: list[_Tie] = []
+        self._ties: list[Tie] = []
         first_stage: dict[int, int] = {}
         home: dict[int, int] = {}
         for stage in range(made.num_stages):
@@ -71,19 +73,37 @@ class Ties:
                 owner = _owner(place)
                 if first_stage.setdefault(id(owner), stage) != stage:
                     later.setdefault(id(owner), []).append(place)
-            self._ties += [_tied(places) for places in later.values()]
+            self._ties += [_tied(places, first_stage[owner], stage) for owner, places in later.items()]
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter stands for one of an earlier stage."""
         return any(tie.copy is parameter for tie in self._ties)
 
-    def refresh(self) -> None:
+    def owner_stage(self, value: Any) -> int | None:
+        """The stage that owns what this copy stands for; None if it is no copy."""
+        return next((tie.owner_stage for tie in self._ties if tie.copy is value), None)
+
+    def weights_of(self, stages: Collection[int]) -> set[int]:
+        """The ids of all copies and owners of ties that one of ``stages`` has a part in."""
+        own = [tie for tie in self._ties if not {tie.owner_stage, tie.stage}.isdisjoint(stages)]
+        return {id(each) for tie in own for each in (tie.owner, tie.copy)}
+
+    def crossing(self, stages: Collection[int]) -> dict[int, Tie]:
+        """The ties between one of ``stages`` and one that is elsewhere, by their number."""
+        return {i: tie for i, tie in enumerate(self._ties) if (tie.owner_stage in stages) != (tie.stage in stages)}
+
+    def refresh(self, stages: Collection[int]) -> None:
         """Before a step: copies are their owners, also after ``.data`` was assigned or the devices changed.
+
+        Args:
+            stages: those whose copies are refreshed.
 
         Raises:
             RuntimeStateError: it was replaced meanwhile, as another pipeline made from the model does.
         """
         for tie in self._ties:
+            if tie.stage not in stages:
+                continue
             if any(place.parameter is not tie.copy for place in tie.places):
                 raise RuntimeStateError(
                     "a weight that stages share was replaced: another pipeline was made from this model, or its module "
@@ -96,10 +116,10 @@ class Ties:
                 tie.copy.register_hook(partial(_hooked, tie.owner))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """After a step: sum the shares, last stage first, and add them to the owner's gradient."""
+    def gather(self, stages: Collection[int]) -> None:
+        """After a step: sum the shares of what ``stages`` own, last stage first, and add them to its gradient."""
         sums: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
-        for tie in reversed(self._ties):
+        for tie in reversed([tie for tie in self._ties if tie.owner_stage in stages]):
             share, tie.copy.grad = tie.copy.grad, None
             if share is not None:
                 share = share.to(tie.owner.device)
@@ -158,10 +178,10 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-def _tied(places: list[_Place]) -> _Tie:
+def _tied(places: list[_Place], owner_stage: int, stage: int) -> Tie:
     owner = _owner(places[0])
     copy = nn.Parameter(owner.detach(), requires_grad=owner.requires_grad)
     setattr(copy, _OWNER, owner)
     for place in places:
         place.put(copy)
-    return _Tie(owner, copy, tuple(places))
+    return Tie(owner, copy, tuple(places), owner_stage, stage)

@@ -71,7 +71,7 @@ def sequential_step(  # long: what each argument means, once each
         # On a thread of its own, as a rank is: the caller's autocast must not be around the backward.
         with ThreadPoolExecutor(1) as executor:
             executor.submit(oracle.run, order or range(num_microbatches), scope).result()
-        ties.gather()
+        ties.gather(range(made.num_stages))
     finally:
         ties.undo()
     return loss.total()

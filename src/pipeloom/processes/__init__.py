@@ -1,0 +1,17 @@
+"""Ranks that are processes, where `pipeloom.runtime` has them as threads. By job:
+
+::
+
+    who they are    world       the processes that torchrun, or the user, has started
+    one of them     runtime     its part of a step, and what all ranks agree on at the end of it
+                    norms       clip_grad_norm_ over all of them
+    what travels    transport   this rank's ends of the channels
+                    lanes       large tensors, over torch.distributed
+                    wire        tensors as stretches of memory
+"""
+
+from pipeloom.processes.norms import clip_grad_norm
+from pipeloom.processes.runtime import DistributedRuntime
+from pipeloom.processes.world import Place, World, find_world
+
+__all__ = ["DistributedRuntime", "Place", "World", "clip_grad_norm", "find_world"]

@@ -1,0 +1,292 @@
+"""One rank of a pipeline whose ranks are processes."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.batch.losses import StepLoss, Verdict
+from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.errors import NonFiniteLoss, PeerFailed
+from pipeloom.ir import Placement, Schedule
+from pipeloom.peers import Cause, Collective, Failures, Mesh
+from pipeloom.processes.lanes import Lanes
+from pipeloom.processes.transport import Call, DistributedTransport, Parcel, Waiting
+from pipeloom.processes.world import World
+from pipeloom.runtime.context import StepContext
+from pipeloom.runtime.control import Control
+from pipeloom.runtime.executor import Plan, execute
+from pipeloom.runtime.gradients import GradientChanges, GradientScope
+from pipeloom.runtime.handlers import RankHandlers
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.trace import Trace
+
+
+class Tie(Protocol):
+    """A weight that a stage owns, and a later stage's copy of it; `pipeloom.splitting.ties.Tie` is one."""
+
+    @property
+    def owner(self) -> nn.Parameter:
+        """The weight; where its stage is on another rank, it shares the copy's memory."""
+
+    @property
+    def copy(self) -> nn.Parameter:
+        """What the later stage has."""
+
+    @property
+    def owner_stage(self) -> int:
+        """The stage that owns it."""
+
+    @property
+    def stage(self) -> int:
+        """The later stage."""
+
+
+class DistributedRuntime:
+    """Runs this rank's part of schedules, in the thread that calls.
+
+    Args:
+        world: the processes.
+        stages: this rank's, by index.
+        placement: which rank runs which stage.
+        ties: between one of these stages and one on another rank, by a number that both use.
+        limit_s: how long to wait for another rank before that is called a stall.
+
+    Attributes:
+        rank: of this process.
+        num_ranks: how many there are.
+        trace: of the last call, of all ranks; None if it was not traced.
+        peak_live_slots: per rank, the most receives that were live at once in the last call.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        stages: Mapping[int, Stage],
+        placement: Placement,
+        ties: Mapping[int, Tie],
+        limit_s: float,
+    ) -> None:
+        self.rank, self.num_ranks = world.rank, world.num_ranks
+        self._stages = dict(stages)
+        self._placement = placement
+        self._ties = ties
+        mesh = Mesh.connect(world.store, world.rank, world.num_ranks)
+        self._failures = Failures(mesh, self._where)
+        self._collective = Collective(mesh, self._failures, limit_s)
+        lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
+        self._transport = DistributedTransport(mesh, lanes, self._failures, limit_s, self._stalled)
+        self._control = Control(world.num_ranks)
+        self._number = 0
+        self._what = "the start"
+        self._num_exchanges = 0
+        self.trace: Trace | None = None
+        self.peak_live_slots: tuple[int, ...] = ()
+        self._mesh = mesh
+        mesh.start()
+
+    def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
+        """Run this rank's program of one step or evaluation; `agree` has to follow.
+
+        Returns:
+            The changes of the gradients of its stages, which can still be undone.
+
+        Raises:
+            PeerFailed: another rank failed first, or is gone.
+            BaseException: what a stage raised here. Gradients are as they were before.
+        """
+        self._begin(plan.schedule, context)
+        changes = GradientChanges({} if context.loss is None else self._scopes(context.loss), self._failed)
+        self.trace = Trace(plan.schedule) if has_trace else None
+        handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
+        with changes, context.ambient.entered(), torch.set_grad_enabled(context.loss is not None):
+            self._refresh()
+            execute(plan, self.rank, handlers.table, self._transport, self._control, self.trace)
+        return changes
+
+    def agree(self, verdict: Callable[[], Verdict] | None) -> Verdict | None:
+        """End a call on all ranks together, with the verdict of the rank that has the losses.
+
+        Args:
+            verdict: makes it; None in an evaluation.
+        """
+        own = verdict() if verdict and self._has_last_stage else None
+        times = None if self.trace is None else self.trace.of(self.rank)
+        said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
+        parts = [pickle.loads(each) for each in self.all_gather(said, f"the end of {self._what}")]
+        self._transport.settle()
+        self.peak_live_slots = tuple(slots for _, _, slots in parts)
+        for rank, (_, spans, _) in enumerate(parts):
+            if self.trace is not None and spans is not None:
+                self.trace.put(rank, *spans)
+        return None if verdict is None else _verdict(next(found for found, _, _ in parts if found is not None))
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
+        return self._collective.all_gather(payload, what)
+
+    def gather_ties(self) -> None:
+        """After a step: hand each share of a weight's gradient to the rank that owns it."""
+        for number, tie in self._ties.items():
+            if tie.stage in self._stages:
+                self._give(tie.owner_stage, f"share {number}", tie.copy.grad)
+                tie.copy.grad = None
+        for number, tie in self._ties.items():
+            if tie.owner_stage in self._stages:
+                share = self._get(tie.stage, f"share {number}")
+                tie.copy.grad = None if share is None else share.to(tie.copy.device)
+
+    def to_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every rank's tensors on every rank, by name, on the CPU; collective."""
+        parts = self._exchange(_on_cpu(tensors), range(self.num_ranks), range(self.num_ranks))
+        return dict(tensors) | {name: leaf for part in parts for name, leaf in zip(part.make, part.leaves, strict=True)}
+
+    def to_one(self, values: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Every rank's values on one rank, tensors on the CPU, and nothing on the others; collective."""
+        parts = self._exchange(_on_cpu(values), range(self.num_ranks), [rank])
+        if self.rank != rank:
+            return {}
+        return values | {name: leaf for part in parts for name, leaf in zip(part.make, part.leaves, strict=True)}
+
+    def from_last(self, value: Any) -> Any:
+        """What the rank of the last stage has, on every rank; collective."""
+        last = self._placement.rank_of(self._placement.num_stages - 1)
+        leaves, structure = flatten(value)
+        on_cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        parcel = Parcel(tuple(on_cpu), unflatten(list(range(len(leaves))), structure))
+        parts = self._exchange(parcel, [last], range(self.num_ranks))
+        return value if self.rank == last else unflatten(list(parts[0].leaves), flatten(parts[0].make)[1])
+
+    def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
+        """Send to all receivers but this rank, then receive what came from others."""
+        self._num_exchanges += 1
+        key = f"exchange {self._num_exchanges} after {self._what}".encode()
+        if self.rank in senders:
+            for peer in receivers:
+                if peer != self.rank:
+                    self._transport.give(peer, key, parcel)
+        if self.rank not in receivers:
+            return []
+        return [self._transport.get(peer, key) for peer in senders if peer != self.rank]
+
+    def wait_for_late_ranks(self) -> None:
+        """Nothing is ever late: a call ends in the thread that made it."""
+
+    def close(self) -> None:
+        """Say good-bye and close the connections."""
+        self._mesh.close()
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return self._placement.num_stages - 1 in self._stages
+
+    def _refresh(self) -> None:
+        """Before a step: give the stages on other ranks that share a weight its present value."""
+        for number, tie in self._ties.items():
+            if tie.owner_stage in self._stages:
+                self._give(tie.stage, f"tie {number}", tie.owner.detach())
+        for number, tie in self._ties.items():
+            if tie.stage in self._stages:
+                with torch.no_grad():
+                    tie.owner.copy_(self._get(tie.owner_stage, f"tie {number}"))
+
+    def _begin(self, schedule: Schedule, context: StepContext) -> None:
+        self._failures.forget()
+        self._failures.check()
+        self._number += 1
+        self._collective.epoch = self._number
+        self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
+        checksum = zlib.crc32(schedule.digest.encode())
+        self._transport.begin(schedule, Call(self._number, checksum, _checksum(context)))
+
+    def _scopes(self, loss: StepLoss) -> dict[int, GradientScope]:
+        found = {index: list(stage.module.parameters()) for index, stage in self._stages.items()}
+        if self._has_last_stage:
+            known = {id(each) for parameters in found.values() for each in parameters}
+            last = found[self._placement.num_stages - 1]
+            last += [each for each in loss.rule.parameters if id(each) not in known]
+        return {index: GradientScope(parameters) for index, parameters in found.items()}
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell the others, unless they know: what ends their step is what ended this one."""
+        if not isinstance(error, PeerFailed | NonFiniteLoss):
+            text = "".join(traceback.format_exception(error))
+            said = "".join(traceback.format_exception_only(error)).strip()
+            self._failures.tell(Cause(self.rank, "exception", self._place(), said, text))
+
+    def _place(self) -> str:
+        action = self._control.last_seen[self.rank]
+        if action is None:
+            return self._what
+        return f"stage {action.stage}, micro-batch {action.microbatch}, action {action} of {self._what}"
+
+    def _where(self, rank: int) -> str:
+        heard = self._transport.last_heard.get(rank)
+        return f"last heard of in {self._what}" + ("" if heard is None else f", when it sent for {heard}")
+
+    def _stalled(self, waiting: Waiting) -> Cause:
+        waited_s = time.monotonic() - waiting.since_s
+        message = f"rank {self.rank} has waited {waited_s:.0f} s for {waiting.what} from rank {waiting.peer}"
+        return Cause(waiting.peer, "stalled", self._where(waiting.peer), message)
+
+    def _give(self, stage: int, key: str, value: Tensor | None) -> None:
+        value = None if value is None else value.cpu()
+        self._transport.give(self._placement.rank_of(stage), key.encode(), Parcel((value,), None))
+
+    def _get(self, stage: int, key: str) -> Any:
+        return self._transport.get(self._placement.rank_of(stage), key.encode()).leaves[0]
+
+
+def _channels(placement: Placement) -> set[tuple[int, int]]:
+    """The ordered pairs of ranks that hold neighbouring stages."""
+    pairs = [(placement.rank_of(s), placement.rank_of(s + 1)) for s in range(placement.num_stages - 1)]
+    return {pair for one, other in pairs if one != other for pair in ((one, other), (other, one))}
+
+
+def _on_cpu(values: Mapping[str, Any]) -> Parcel:
+    once = {id(each): each.detach().cpu() if isinstance(each, Tensor) else each for each in values.values()}
+    return Parcel(tuple(once[id(each)] for each in values.values()), tuple(values))
+
+
+def _checksum(context: StepContext) -> int:
+    """Of the batch: shapes, dtypes, and some of the numbers."""
+    checksum = zlib.crc32(str(len(context.inputs)).encode())
+    for inputs in (context.inputs[0], context.inputs[-1]):
+        for leaf in flatten((inputs.args, inputs.kwargs, inputs.target))[0]:
+            checksum = zlib.crc32(_sample(leaf), checksum)
+    return checksum
+
+
+def _sample(leaf: Any) -> bytes:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__.encode()
+    text = f"{leaf.dtype}{tuple(leaf.shape)}".encode()
+    if leaf.device.type != "cpu" or leaf.layout is not torch.strided or not leaf.is_contiguous():
+        return text  # reading a GPU's would wait for it
+    flat = leaf.detach().reshape(-1)
+    chosen = flat[:: max(1, flat.numel() // 64)].contiguous()
+    return text + chosen.view(torch.uint8).numpy().tobytes()
+
+
+def _plain(verdict: Verdict | None) -> Any:
+    if verdict is None:
+        return None
+    fault = verdict.fault
+    said = None if fault is None else (fault.message, fault.step_index, fault.microbatch, fault.hint)
+    return verdict.value.item(), str(verdict.value.dtype).removeprefix("torch."), verdict.scale, said
+
+
+def _verdict(plain: Any) -> Verdict:
+    value, dtype, scale, said = plain
+    fault = None
+    if said is not None:
+        message, step_index, microbatch, hint = said
+        fault = NonFiniteLoss(message, step_index=step_index, microbatch=microbatch, hint=hint)
+    return Verdict(torch.tensor(value, dtype=getattr(torch, dtype)), scale, fault)

@@ -1,0 +1,99 @@
+"""Which processes make up a pipeline, and how they find each other.
+
+The same file runs in a notebook and under torchrun: whoever started the processes has said so in the environment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ProcessError
+
+Place = Literal["auto", "local", "distributed"]
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a pipeline.
+
+    Args:
+        rank: of this process in the pipeline.
+        global_ranks: per rank of the pipeline, its rank in torch.distributed.
+        backend: "gloo" or "nccl".
+        device: where this rank's stages live; None leaves them where they are.
+        store: for the ranks of this pipeline alone.
+    """
+
+    rank: int
+    global_ranks: Sequence[int]
+    backend: str
+    device: torch.device | None
+    store: Any
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes there are."""
+        return len(self.global_ranks)
+
+
+def find_world(place: Place) -> World | None:
+    """The processes that this one belongs to; None if the ranks are threads of it.
+
+    Args:
+        place: "auto": processes if a process group of several exists, or torchrun has started several; "local" and
+            "distributed" say it.
+
+    Raises:
+        ProcessError: "distributed" was asked for, and there is nothing of the kind.
+    """
+    if place == "local":
+        return None
+    if not _is_initialised() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        _initialise()
+    num_processes = dist.get_world_size() if _is_initialised() else 1
+    if place == "distributed" and num_processes < 2:
+        raise ProcessError(
+            f"transport='distributed' was given, but there is {num_processes} process; a rank needs one each",
+            "start it with: torchrun --nproc-per-node NUM_RANKS your_script.py",
+        )
+    return _world() if num_processes > 1 else None
+
+
+def _is_initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _initialise() -> None:
+    """As `dist.init_process_group` does, but each attempt of an elastic launcher starts from an empty store.
+
+    The launcher's store keeps the addresses of the attempt before, and gloo waits for those who are dead
+    (pytorch #135957, #135712; seen with torch 2.13). Drop this when torch does the like itself.
+    """
+    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= _num_local() else "gloo"
+    store, rank, num_processes = next(iter(dist.rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"pipeloom/attempt_{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=num_processes)
+
+
+def _num_local() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _world() -> World:
+    backend = str(dist.get_backend()).rpartition(":")[2]
+    is_on_gpu = backend == "nccl"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank()))) if is_on_gpu else None
+    # Private: what the group was made with, whoever made it. Ranks make their pipelines in the same order.
+    store = dist.distributed_c10d._get_default_store()
+    number = f"pipeloom/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_numbers)}"
+    ranks = range(dist.get_world_size())
+    return World(dist.get_rank(), ranks, backend, device, dist.PrefixStore(number, store))

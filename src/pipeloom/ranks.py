@@ -1,0 +1,106 @@
+"""Where the stages of a pipeline run: all in this process, or those of one rank here and the others elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeloom.errors import ProcessError, UnsupportedShape
+from pipeloom.processes import DistributedRuntime, Place, World, find_world
+from pipeloom.programs import Programs
+from pipeloom.runtime.local import LocalRuntime
+from pipeloom.runtime.stage import Stage
+from pipeloom.splitting import Share, Split, Ties
+
+Devices = Sequence[torch.device | str | int]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What of a pipeline is in this process.
+
+    Args:
+        stages: the indices of the stages that are here.
+        share: their part of the model.
+        runtime: runs them.
+    """
+
+    stages: frozenset[int]
+    share: Share
+    runtime: LocalRuntime | DistributedRuntime
+
+
+def place(
+    made: Split, ties: Ties, programs: Programs, transport: Place, devices: Devices | None, limit_s: float
+) -> Ranks:
+    """Put the stages where they run.
+
+    Args:
+        made: the cut model.
+        ties: its tied weights.
+        programs: of the pipeline.
+        transport: threads or processes.
+        devices: one per rank; None leaves the model where it is.
+        limit_s: how long a process waits for another.
+
+    Raises:
+        UnsupportedShape: there are not as many devices as ranks.
+        ProcessError: there are not as many processes as ranks, or they do not find each other.
+    """
+    world, num_ranks = find_world(transport), programs.placement.num_ranks
+    if world is not None and world.num_ranks != num_ranks:
+        raise _other_number(world, programs)
+    own = None if world is None else world.device
+    places = [own] * num_ranks if devices is None else _checked(devices, num_ranks)
+    here = range(made.num_stages) if world is None else programs.placement.stages_of(world.rank)
+    share = Share(made, ties, here)
+    share.release()
+    stages = [_stage(index, made, programs, places) for index in here]
+    if world is None:
+        return Ranks(frozenset(here), share, LocalRuntime(stages, programs.placement))
+    by_index = dict(zip(here, stages, strict=True))
+    runtime = DistributedRuntime(world, by_index, programs.placement, ties.crossing(here), limit_s)
+    return Ranks(frozenset(here), share, runtime)
+
+
+def check_num_ranks(given: int | None, num_ranks: int) -> None:
+    """Compare what the user expects with what the schedule needs.
+
+    Raises:
+        UnsupportedShape: they differ.
+    """
+    if given is not None and given != num_ranks:
+        raise UnsupportedShape(
+            f"num_ranks={given} was given, but the schedule puts the stages on {num_ranks} ranks",
+            "leave num_ranks out, or give as many stages as ranks",
+        )
+
+
+def _stage(index: int, made: Split, programs: Programs, places: Sequence[torch.device | None]) -> Stage:
+    device, has_recompute = places[programs.placement.rank_of(index)], index in programs.recomputed
+    return Stage(index, made.stages[index], device=device, has_recompute=has_recompute)
+
+
+def _other_number(world: World, programs: Programs) -> ProcessError:
+    num_stages, num_ranks = programs.placement.num_stages, programs.placement.num_ranks
+    return ProcessError(
+        f"there are {world.num_ranks} processes, but the schedule puts {num_stages} stages on {num_ranks} ranks; each "
+        "rank is one process",
+        f"start {num_ranks} processes, cut the model for {world.num_ranks} ranks, or run all ranks as threads of each "
+        "process with transport='local'",
+    )
+
+
+def _checked(given: Devices, num_ranks: int) -> list[torch.device | None]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UnsupportedShape(f"devices={given!r} was given; a list with one device for each rank is needed")
+    if len(given) != num_ranks:
+        raise UnsupportedShape(f"{len(given)} devices were given for {num_ranks} ranks; each needs one")
+    try:
+        return [torch.device(each) for each in given]
+    except (RuntimeError, TypeError):
+        raise UnsupportedShape(
+            f"devices={list(given)} were given; each must be a torch.device, or what makes one, as 'cuda:0'"
+        ) from None
