@@ -1,0 +1,1 @@
+"""Pipeloom beside others that run the same stages: `python -m benchmarks.peers`."""

@@ -1,0 +1,78 @@
+"""Start a trial's processes with torchrun, and bring back what they saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.trial import Trial
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0
+GRACE_S = 30.0  # torchrun ends its workers before itself
+
+
+class TrialFailed(Exception):
+    """The processes failed; the text is the end of what they wrote."""
+
+
+def seen_by_processes(trial: Trial) -> list[dict[str, Any]]:
+    """Run a trial; return per process a `worker.Seen` as a dict.
+
+    Raises:
+        TrialFailed: a process failed, or they did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "seen.json")
+        count = ["--nproc-per-node", str(trial.num_processes)]
+        worker = ["-m", "benchmarks.peers.worker", json.dumps(asdict(trial)), str(result)]
+        _run([sys.executable, "-m", "torch.distributed.run", "--standalone", *count, *worker])
+        seen: list[dict[str, Any]] = json.loads(result.read_text())
+        return seen
+
+
+def _run(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            written, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise TrialFailed(f"no end after {LIMIT_S:.0f} s; {_ended(process)[-2000:]}") from None
+        except BaseException:
+            _ended(process)
+            raise
+    if process.returncode:
+        raise TrialFailed(_cause(written))
+
+
+def _python_path() -> str:
+    """The benchmarks, and Pipeloom too where another environment (with DeepSpeed, say) has none installed."""
+    return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """Have torchrun end its workers and itself; killed at once, it would leave them."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=GRACE_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
+
+
+def _cause(written: str) -> str:
+    """The first process's traceback, without torchrun's own behind it."""
+    lines = written.splitlines()
+    start = next((at for at, line in enumerate(lines) if "Traceback" in line), max(0, len(lines) - 20))
+    prefix = lines[start].split("Traceback")[0] if lines else ""
+    own = [line.removeprefix(prefix) for line in lines[start:] if line.startswith(prefix)]
+    end = next((at for at, line in enumerate(own) if at and not line.startswith((" ", "Traceback"))), len(own) - 1)
+    return "\n".join(own[: end + 1])

@@ -1,0 +1,117 @@
+"""One process of a trial, started by torchrun: ``-m benchmarks.peers.worker TRIAL_AS_JSON RESULT_FILE``.
+
+All peers live in the same processes and take turns, block by block: what else the machine does hits all alike. Steps
+are timed on the first process, where both schedules begin and end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.peers.contestants import CONTESTANTS, Contestant
+from benchmarks.peers.trial import Trial, batches, part
+
+
+@dataclass
+class Run:
+    """One peer in one process, and what was seen of it."""
+
+    contestant: Contestant
+    batches: Iterator[tuple[Tensor, Tensor]]
+    steps_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def turn(self, num_steps: int, *, is_timed: bool) -> None:
+        """Run steps as a user's loop does, nothing between them; one more before them if they are timed."""
+        dist.barrier()
+        torch.set_num_threads(self.contestant.num_threads)
+        if is_timed:
+            self.step()
+        for _ in range(num_steps):
+            start_s = time.perf_counter()
+            self.step()
+            if is_timed:
+                self.steps_s.append(time.perf_counter() - start_s)
+        torch.set_num_threads(1)
+
+    def step(self) -> None:
+        inputs, targets = next(self.batches)
+        loss = self.contestant.learn(inputs, targets)
+        self.contestant.finish()
+        if loss is not None:
+            self.losses.append(float(loss))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process has seen of a trial; memory is the process's peak, before and after the peers were there."""
+
+    steps_s: dict[str, list[float]]
+    losses: dict[str, list[float]]
+    idle_peak_bytes: int | None
+    peak_bytes: int | None
+
+
+def take_part(trial: Trial) -> Seen:
+    """Run the trial in this process; all processes call it."""
+    idle_peak_bytes = peak_bytes()
+    runs = {name: _run(trial, name) for name in trial.peers}
+    for run in runs.values():
+        run.turn(trial.num_warmup_steps, is_timed=False)
+    gc.collect()
+    for number in range(trial.num_rounds):
+        for run in list(runs.values())[:: -1 if number % 2 else 1]:
+            run.turn(trial.num_steps, is_timed=True)
+    dist.barrier()
+    seen = Seen(
+        {name: run.steps_s for name, run in runs.items()},
+        {name: run.losses for name, run in runs.items()},
+        idle_peak_bytes,
+        peak_bytes(),
+    )
+    for run in runs.values():
+        run.contestant.close()
+    return seen
+
+
+def _run(trial: Trial, name: str) -> Run:
+    made = part(trial, dist.get_rank(), dist.new_group())
+    return Run(CONTESTANTS[name](made), batches(trial))
+
+
+def peak_bytes() -> int | None:
+    """VmHWM, the most memory that this process had resident; None where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    kibibytes = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
+
+
+def main() -> None:
+    trial_text, result_file = sys.argv[1:]
+    given = json.loads(trial_text)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    seen = take_part(Trial(**given | {"peers": tuple(given["peers"])}))
+    every: list[Seen | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, seen)
+    if dist.get_rank() == 0:
+        Path(result_file).write_text(json.dumps([asdict(each) for each in every if each]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
