@@ -143,3 +143,14 @@ def test_count_attribute_that_is_no_function_is_left_alone():
 def test_targets_in_containers_bring_no_graph():
     with pytest.raises(LossError, match="the target requires a gradient"):
         step_loss(lambda output, target: output, [1], targets=[{"soft": [torch.ones(1, requires_grad=True)]}])
+
+
+@pytest.mark.parametrize("last", [7.0, float("nan"), float("inf")])
+def test_a_total_that_was_added_up_early_is_the_same(last):
+    early, late = (step_loss(lambda output: output, [3, 1]) for _ in range(2))
+    for loss in (early, late):
+        loss.compute(0, value(5.1), None)
+        loss.compute(1, value(last), None)
+    early.add_up()
+    assert torch.equal(early.total().nan_to_num(), late.total().nan_to_num())
+    assert early.is_finite is late.is_finite is (last == 7.0)

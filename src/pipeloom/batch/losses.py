@@ -172,6 +172,26 @@ class StepLoss:
         """The loss of the batch: a detached scalar. Warns if targets are ignored and nothing says how many."""
         if self.counts is None and not self.returned_counts and self.rule.reduction == "mean":
             _warn_of_ignored(self.rule.loss_fn, self.targets)
+        return self._total
+
+    def add_up(self) -> None:
+        """Work out `total`, and whether it is finite, before anybody asks.
+
+        The rank of the last stage calls this when its own part of the step is over: it has the losses, and time.
+        """
+        self._is_finite  # noqa: B018
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether `total` is neither NaN nor infinite."""
+        return bool(self._is_finite)
+
+    @cached_property
+    def _is_finite(self) -> Tensor:
+        return torch.isfinite(self._total)
+
+    @cached_property
+    def _total(self) -> Tensor:
         if self.is_deferred:
             return self._sum([1.0] * len(self.values)) * self.final_scale
         return self._sum([self._weight(microbatch) for microbatch in sorted(self.values)])
@@ -179,7 +199,7 @@ class StepLoss:
     def verdict(self, step_index: int, *, has_check: bool = True) -> Verdict:
         """What all losses together come to, once they are all there; with ``has_check``, whether that is finite."""
         value = self.total()
-        is_fine = not has_check or bool(torch.isfinite(value))
+        is_fine = not has_check or self.is_finite
         fault = None if is_fine else self.non_finite(step_index)
         return Verdict(value, self.final_scale if self.is_deferred else 1.0, fault)
 
@@ -241,7 +261,7 @@ class StepLoss:
                 if self.rule.loss_fn
                 else "pass loss_fn=; without it the model's output is the loss",
             )
-        return returned.reshape(())
+        return returned.reshape(()) if returned.dim() else returned
 
     def _note_count(self, microbatch: int, count: float) -> None:
         known = None if self.counts is None else self.counts[microbatch]

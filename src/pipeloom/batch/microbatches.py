@@ -8,7 +8,7 @@ batch has one size; what has it in front is cut, what has none is shared, anythi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = Non
     Raises:
         BatchError: there is no such tensor.
     """
-    return _batched(args, kwargs, target)[1].shape[0]
+    return _first(_tensors(args, kwargs, target), args, kwargs)[1].shape[0]
 
 
 def split_batch(
@@ -67,9 +67,10 @@ def split_batch(
         BatchError: no tensor has a dimension; there are fewer rows than micro-batches; a tensor has other rows; an
             array is no tensor.
     """
-    num_rows = batch_size(args, kwargs, target)
+    found = list(_tensors(args, kwargs, target))
+    num_rows = _first(found, args, kwargs)[1].shape[0]
     _check_count(num_rows, num_microbatches)
-    _check_rows(args, kwargs, target)
+    _check_rows(found)
     smaller, num_larger = divmod(num_rows, num_microbatches)
     sizes = [smaller + (microbatch < num_larger) for microbatch in range(num_microbatches)]
     starts = itertools.accumulate(sizes, initial=0)
@@ -115,9 +116,11 @@ def _refuse_array(path: str, leaf: Any) -> None:
         )
 
 
-def _batched(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, torch.Tensor]:
-    for found in _tensors(args, kwargs, target):
-        return found
+def _first(
+    found: Iterable[tuple[str, torch.Tensor]], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, torch.Tensor]:
+    for each in found:
+        return each
     raise BatchError(
         f"{len(args)} arguments and {len(kwargs)} keyword arguments were given, and no tensor with a dimension among "
         "them or in the target; the batch is cut along dimension 0 of its tensors",
@@ -135,9 +138,9 @@ def _check_count(num_rows: int, num_microbatches: int) -> None:
         )
 
 
-def _check_rows(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
-    first_path, first = _batched(args, kwargs, target)
-    for path, tensor in _tensors(args, kwargs, target):
+def _check_rows(found: Sequence[tuple[str, torch.Tensor]]) -> None:
+    first_path, first = found[0]
+    for path, tensor in found:
         if tensor.shape[0] != first.shape[0]:
             raise BatchError(
                 f"{path} has shape {tuple(tensor.shape)}, but the batch has {first.shape[0]} samples (dimension 0 of "

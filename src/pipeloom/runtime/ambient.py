@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Ambient:
         Args:
             device_types: the devices that stages are on, whose autocast matters; as ``torch.device.type``.
         """
-        available = filter(torch.amp.is_autocast_available, device_types)
+        available = filter(_has_autocast, device_types)
         reentries = (capture() for capture in _CAPTURES)
         return cls(tuple(map(Autocast.capture, available)), tuple(filter(None, reentries)))
 
@@ -150,6 +150,11 @@ class _CastCache:
 
 
 _CAST_CACHE = _CastCache()
+
+
+@cache
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 def _autograd() -> Reentry:

@@ -76,6 +76,8 @@ class LocalRuntime:
             handlers = RankHandlers(stages, len(self._stages), changes.scopes, transport, context)
             with context.ambient.entered(), torch.set_grad_enabled(context.loss is not None):
                 execute(plan, rank, handlers.table, transport, control, trace)
+                if context.loss is not None and len(self._stages) - 1 in stages:
+                    context.loss.add_up()
 
         tasks = [partial(work, rank) for rank in range(plan.schedule.num_ranks)]
         self._threads.run(tasks, stop=stop, undo=changes.undo, undo_late=undo_late)
