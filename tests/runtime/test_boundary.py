@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeloom.errors import BatchError
-from pipeloom.runtime.boundary import KeptInput, Message, described, detached, moved, run_backward
+from pipeloom.runtime.boundary import InputUse, KeptInput, Message, described, detached, moved, run_backward
 
 
 def grown(*shape):
@@ -231,3 +231,57 @@ def test_overlaps_are_found_element_by_element(one, other, is_refused):
     with refusal, message.guarded(is_recomputed=False):
         message.leaves[1].mul_(2)
     assert message.leaves[1].flatten()[0] == 2
+
+
+def test_a_tensor_that_is_only_read_needs_no_alias():
+    message, leaves = Message.of(grown(3))
+    value, inputs = message.opened_to_read(is_last_use=False)
+    (value * 5).sum().backward()
+    assert value is inputs[0]
+    assert inputs[0].grad.tolist() == [5.0] * 3
+    assert not message.leaves[0].requires_grad
+    assert value.data_ptr() == leaves[0].data_ptr()
+
+
+def test_a_message_that_is_opened_for_the_last_time_collects_itself():
+    message, leaves = Message.of(grown(3))
+    value, _ = message.opened_to_read(is_last_use=True)
+    assert value is message.leaves[0]
+    assert value._version == leaves[0]._version
+    assert leaves[0].grad_fn is not None
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(3), lambda x: x.view(-1).relu_(), lambda x: x[0].zero_()])
+def test_a_write_into_a_tensor_that_was_opened_to_read_is_refused_before_it_happens(write):
+    use, (message, _) = InputUse(nn.Identity()), Message.of(grown(3))
+    use.note(is_written=False)
+    assert use.is_reading
+    value, _ = message.opened_to_read(is_last_use=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad") as caught:
+        write(value)
+    assert use.note_refusal(caught.value)
+    assert not use.is_reading
+    assert value.tolist() == [2.0] * 3
+
+
+def test_what_a_stage_does_is_known_after_its_first_forward():
+    use = InputUse(nn.Linear(2, 2))
+    assert not use.is_reading
+    use.note(is_written=False)
+    assert use.is_reading
+    assert not use.note_refusal(RuntimeError("out of memory"))
+    use.note(is_written=True)
+    assert not use.is_reading
+
+
+def test_a_stage_with_buffers_always_gets_an_alias():
+    """Its forward can't begin again: buffers would be updated twice."""
+    use = InputUse(nn.BatchNorm1d(2))
+    use.note(is_written=False)
+    assert not use.is_reading
+
+
+@pytest.mark.parametrize("value", [grown(2), torch.ones(2), (grown(2),), {"a": grown(2)}, 3])
+def test_one_tensor_is_one_that_needs_a_gradient_and_lies_in_nothing(value):
+    message, _ = Message.of(value)
+    assert message.is_one_tensor is (isinstance(value, torch.Tensor) and value.requires_grad)

@@ -17,14 +17,15 @@ class Structure:
     children: tuple[Structure, ...] = ()
 
 
-_LEAF = Structure(None)
+LEAF = Structure(None)
+"""The structure of a value that is no container."""
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of ``value``, in order, and what `unflatten` needs to build it again."""
     container = opened(value)
     if container is None:
-        return [value], _LEAF
+        return [value], LEAF
     leaves: list[Any] = []
     children = []
     for child in container.children.values():

@@ -3,13 +3,14 @@
 The receiver's leaves are detached, so an in-place first layer (``nn.ReLU(inplace=True)``) would fail on "a leaf
 Variable that requires grad". It gets an alias with a graph edge instead, and may write into it as it could in the
 uncut model; the version counter is shared, so a write that spoils the sender's backward is still caught by autograd.
+An alias is a function in Python, there and back; a stage that was seen only to read gets the leaf itself (`InputUse`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -17,16 +18,17 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.batch.trees import LEAF, flatten, unflatten
 from pipeloom.errors import BatchError
 from pipeloom.runtime.buffer_history import storage, version
 
 _CROSSING = (Tensor, type(None), Number, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 
 _CACHE_LINE = 64
+_UNGUARDED = nullcontext()
 
 
 class _Alias(torch.autograd.Function):
@@ -64,6 +66,8 @@ class Message:
         Raises:
             BatchError: a leaf is no tensor and no plain value.
         """
+        if type(value) is Tensor:  # most stages return one; what follows is on every other rank's way
+            return cls((part(value),), LEAF, (value.requires_grad,)), (value,)
         leaves, structure = flatten(value)
         for leaf in leaves:
             _check_leaf(leaf)
@@ -92,6 +96,11 @@ class Message:
             return self
         return Message(_each_once(self.leaves, partial(_moved, device)), self.structure, self.needs_grad)
 
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether it is a tensor, in no container, whose gradient has to come back."""
+        return len(self.leaves) == 1 and self.structure.container is None and self.needs_grad[0]
+
     def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
         """Unpack for a forward under autograd.
 
@@ -109,8 +118,16 @@ class Message:
         inputs = tuple(collectors.pop(id(leaf), None) for leaf in self.leaves)
         return unflatten(used, self.structure), inputs
 
-    @contextmanager
-    def guarded(self, *, is_recomputed: bool) -> Iterator[None]:
+    def opened_to_read(self, *, is_last_use: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The same for `is_one_tensor`, without the alias: a write in place raises torch's `RuntimeError`.
+
+        Args:
+            is_last_use: nobody opens this message or asks for its `value` again, so its own tensor may collect.
+        """
+        collector: Tensor = (self.leaves[0] if is_last_use else self.leaves[0].detach()).requires_grad_()
+        return collector, (collector,)
+
+    def guarded(self, *, is_recomputed: bool) -> AbstractContextManager[None]:
         """Put this around the forward that uses `opened`.
 
         Leaves may share memory: a tensor and a view of it. In the uncut model autograd knows, and a write into one
@@ -122,6 +139,10 @@ class Message:
         Raises:
             BatchError: the forward wrote into one of two leaves that overlap.
         """
+        return _UNGUARDED if len(self.leaves) < 2 else self._guarded(is_recomputed)
+
+    @contextmanager
+    def _guarded(self, is_recomputed: bool) -> Iterator[None]:
         tensors = [
             leaf
             for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
@@ -161,6 +182,39 @@ class Gradients:
     def to(self, device: torch.device | None) -> Gradients:
         """The same on the receiver's device; without a copy if they are there already."""
         return self if device is None else Gradients(_each_once(self.leaves, partial(_moved, device)), self.is_apart)
+
+
+class InputUse:
+    """Whether a stage writes into its input in place, found by looking.
+
+    What it did once it may not do always (``if self.training:``). If a stage that only read so far writes, torch
+    refuses before anything is written, and the forward begins again with an alias. The random draws are the same
+    then; buffers would be updated twice, so a stage that has any always gets an alias.
+
+    Args:
+        module: the stage's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._has_buffers = any(True for _ in module.buffers())
+        self._is_known = False
+        self._is_written = False
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it was seen, and only read."""
+        return self._is_known and not self._is_written and not self._has_buffers
+
+    def note(self, is_written: bool) -> None:
+        """What a forward did."""
+        self._is_known = True
+        self._is_written = self._is_written or is_written
+
+    def note_refusal(self, error: RuntimeError) -> bool:
+        """Whether the error is torch's refusal to write into a leaf; if so, this stage writes from now on."""
+        is_refusal = "leaf Variable that requires grad" in str(error)
+        self._is_written = self._is_written or is_refusal
+        return is_refusal
 
 
 class KeptInput:

@@ -16,7 +16,7 @@ from pipeloom.batch.losses import StepLoss
 from pipeloom.ir import Action, Kind
 from pipeloom.runtime.batch_norm import frozen_buffers
 from pipeloom.runtime.boundary import Gradients, KeptInput, Message, described, detached, moved, run_backward
-from pipeloom.runtime.buffer_history import BufferHistory, OwnBuffers, Snapshot
+from pipeloom.runtime.buffer_history import BufferHistory, OwnBuffers, Snapshot, version
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.draws import drawing, drawing_in_backward
 from pipeloom.runtime.executor import Handler
@@ -66,6 +66,7 @@ class RankHandlers:
         self._held: dict[tuple[int, int], _Held] = {}
         self._sources: dict[tuple[int, int], tuple[KeptInput, Snapshot]] = {}
         self._own_buffers = {index: OwnBuffers(each.module) for index, each in stages.items()}
+        self._input_uses = {index: each.input_use for index, each in stages.items()}
         self._histories = {i: BufferHistory(each.module) for i, each in stages.items() if each.has_recompute}
 
     @property
@@ -141,8 +142,25 @@ class RankHandlers:
 
     def _run(self, action: Action, source: Message) -> tuple[_Held, Message | None]:
         """One stage's forward under autograd: what B needs, and what the next stage gets."""
+        stage, use = self._stages[action.stage], self._input_uses[action.stage]
+        if not source.is_one_tensor:
+            return self._run_with(action, source, *source.opened())
+        if use.is_reading:
+            is_last_use = not stage.has_recompute and action.stage > 0
+            try:
+                return self._run_with(action, source, *source.opened_to_read(is_last_use=is_last_use))
+            except RuntimeError as error:
+                if not use.note_refusal(error):
+                    raise
+        before = version(source.leaves[0])
+        done = self._run_with(action, source, *source.opened())
+        use.note(is_written=version(source.leaves[0]) != before)
+        return done
+
+    def _run_with(
+        self, action: Action, source: Message, value: Any, inputs: tuple[Tensor | None, ...]
+    ) -> tuple[_Held, Message | None]:
         stage = self._stages[action.stage]
-        value, inputs = source.opened()
         with source.guarded(is_recomputed=stage.has_recompute):
             if action.stage == self._last:
                 loss = self._loss_of(stage, action.microbatch, value)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from pipeloom.runtime.boundary import InputUse
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.draws import drawing
 from pipeloom.runtime.foreign_draws import ForeignDraws
@@ -51,6 +52,7 @@ class Stage:
         self.device = device
         self.has_recompute = has_recompute
         self.module = nn.ModuleList(unit.module for unit in units)
+        self.input_use = InputUse(self.module)
         if device is not None:
             self.module.to(device)
 
