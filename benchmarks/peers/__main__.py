@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.contestants import has_deepspeed
-from benchmarks.peers.figures import MemoryRow, Row, memory_row, throughput_row, virtual_row
+from benchmarks.peers.figures import MemoryRow, Row, beside_torch, memory_row, throughput_row, virtual_row
 from benchmarks.peers.launch import TrialFailed, seen_by_processes
 from benchmarks.peers.table import table
 from benchmarks.peers.trial import Trial
@@ -69,16 +69,13 @@ def measure(row: str, lengths: dict[str, tuple[int, int]]) -> Iterator[Row | Mem
         yield from memory(gpt_trial(lengths), *lengths["d"])
 
 
-def memory(trial: Trial, num_rounds: int, num_steps: int) -> Iterator[MemoryRow]:
+def memory(trial: Trial, num_rounds: int, num_steps: int) -> list[MemoryRow]:
     rows = []
     for peer in trial.peers:
         num_processes = 1 if peer == "one_process" else trial.num_processes
         alone = replace(trial, peers=(peer,), num_processes=num_processes, num_rounds=num_rounds, num_steps=num_steps)
         rows.append(memory_row(peer, seen_by_processes(alone)))
-    highest = {row.peer: max(row.peak_bytes) for row in rows if None not in row.peak_bytes}
-    for row in rows:
-        is_beside = row.peer != "torch" and {row.peer, "torch"} <= highest.keys()
-        yield replace(row, ratio=highest[row.peer] / highest["torch"]) if is_beside else row
+    return beside_torch(rows)
 
 
 def machine() -> dict[str, Any]:
@@ -96,8 +93,8 @@ def remark(found: dict[str, Any]) -> str:
     used = f"{found['num_cores']} cores, {found['system']}, Python {found['python']}, torch {found['torch']}"
     return (
         f"{used}; load average {found['load_average']} at the start.\n"
-        "Medians of all timed steps, [quartiles]. Where ranks outnumber cores they wait for each other's turn, and whatever\n"
-        "else the machine does is in the figures of all peers: compare them with each other, not between runs."
+        "Medians of all timed steps, [quartiles]. Where ranks outnumber cores they wait for each other's turn, and\n"
+        "whatever else the machine does is in the figures of all peers: compare them with each other, not between runs."
     )
 
 

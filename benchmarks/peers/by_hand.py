@@ -20,8 +20,8 @@ class ByHand:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.stage = part.stages[part.rank]
-        ahead = len(part.stages) - 1 - part.rank
+        self.stage = part.own_stage()
+        ahead = part.num_stages - 1 - part.rank
         self.num_warmup = part.num_microbatches if part.schedule == "gpipe" else min(ahead, part.num_microbatches)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
@@ -54,7 +54,7 @@ class ByHand:
 
     def backward(self) -> None:
         received, output = self.held.popleft()
-        output.backward(None if self.part.is_last else self.receive(+1))
+        torch.autograd.backward(output, None if self.part.is_last else self.receive(+1))
         if received.grad is not None and not self.part.is_first:
             self.send(received.grad, -1)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from benchmarks.peers.by_hand import ByHand
 from benchmarks.peers.trial import Part
@@ -47,9 +48,9 @@ def pipeloom(part: Part) -> Contestant:
         loss: Tensor = pipe.step(inputs, target=targets)
         return loss
 
-    if part.optimizer is None:
+    if part.optimizer_options is None:
         return Contestant(learn, pipe.zero_grad, pipe.close)
-    optimizer = pipe.optimizer(part.optimizer)
+    optimizer = pipe.optimizer(AdamW, **part.optimizer_options)
     return Contestant(learn, finishing(optimizer, lambda: pipe.clip_grad_norm_(CLIP_NORM)), pipe.close)
 
 
@@ -61,8 +62,8 @@ def torch_pipelining(part: Part) -> Contestant:
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    module = part.stages[part.rank]
-    stage = PipelineStage(module, part.rank, len(part.stages), torch.device("cpu"), group=part.group)
+    module = part.own_stage()
+    stage = PipelineStage(module, part.rank, part.num_stages, torch.device("cpu"), group=part.group)
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[part.schedule]
     schedule = kind(stage, part.num_microbatches, loss_fn=part.loss_fn)
 
@@ -75,11 +76,12 @@ def torch_pipelining(part: Part) -> Contestant:
         schedule.step(*args, target=targets, losses=losses, return_outputs=False)
         return torch.stack(losses).mean()
 
-    return Contestant(learn, finishing_stage(part))
+    return Contestant(learn, finishing_stage(module, part))
 
 
 def by_hand(part: Part) -> Contestant:
-    return Contestant(ByHand(part), finishing_stage(part))
+    loop = ByHand(part)
+    return Contestant(loop, finishing_stage(loop.stage, part))
 
 
 def one_process(part: Part) -> Contestant:
@@ -92,13 +94,12 @@ def one_process(part: Part) -> Contestant:
         count, losses = part.num_microbatches, []
         for some, their_targets in zip(inputs.chunk(count), targets.chunk(count), strict=True):
             loss = part.loss_fn(model(some), their_targets) / count
-            loss.backward()
+            torch.autograd.backward(loss)
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    optimizer = part.optimizer(model.parameters()) if part.optimizer else None
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)  # noqa: E731
-    finish = finishing(optimizer, clip) if optimizer else model.zero_grad
+    optimizer = AdamW(model.parameters(), **part.optimizer_options or {})
+    finish = finishing(optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM))
     return Contestant(learn, finish, num_threads=2)
 
 
@@ -110,7 +111,7 @@ def deepspeed(part: Part) -> Contestant:
 
     ds.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     count, num_windows = part.num_microbatches, part.boundary_shape[0]
-    module = PipelineModule(part.stages, num_stages=len(part.stages), loss_fn=part.loss_fn, partition_method="uniform")
+    module = PipelineModule(part.stages, num_stages=part.num_stages, loss_fn=part.loss_fn, partition_method="uniform")
     config = {
         "train_batch_size": count * num_windows,
         "train_micro_batch_size_per_gpu": num_windows,
@@ -118,8 +119,8 @@ def deepspeed(part: Part) -> Contestant:
         "gradient_clipping": CLIP_NORM,
         "steps_per_print": 10**9,
     }
-    made = part.optimizer(module.parameters()) if part.optimizer else None
-    engine, *_ = ds.initialize(model=module, optimizer=made, config=config)
+    optimizer = AdamW(module.parameters(), **part.optimizer_options or {})
+    engine, *_ = ds.initialize(model=module, optimizer=optimizer, config=config)
 
     def learn(inputs: Tensor, targets: Tensor) -> Tensor:
         parts: Iterator[tuple[Tensor, Tensor]] = zip(inputs.chunk(count), targets.chunk(count), strict=True)
@@ -142,12 +143,12 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def finishing_stage(part: Part) -> Callable[[], None]:
+def finishing_stage(module: nn.Module, part: Part) -> Callable[[], None]:
     """For peers that leave clipping to their user, whose norm is over all stages (as torchtitan does it)."""
-    module = part.stages[part.rank]
-    if part.optimizer is None:
+    if part.optimizer_options is None:
         return module.zero_grad
-    return finishing(part.optimizer(module.parameters()), lambda: clip_over_ranks(module.parameters(), part.group))
+    optimizer = AdamW(module.parameters(), **part.optimizer_options)
+    return finishing(optimizer, lambda: clip_over_ranks(module.parameters(), part.group))
 
 
 def finishing(optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Callable[[], None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.peers.trial import Trial
@@ -108,12 +108,20 @@ def memory_row(peer: str, seen: Sequence[dict[str, Any]]) -> MemoryRow:
     return MemoryRow(peer, peaks, above)
 
 
+def beside_torch(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """The rows with their ratios, where torch is among them and the system tells."""
+    highest = {row.peer: max(peak or 0 for peak in row.peak_bytes) for row in rows}
+    limit = highest.get("torch")
+    return [replace(row, ratio=highest[row.peer] / limit) if limit and row.peer != "torch" else row for row in rows]
+
+
 def simulated_s(trial: Trial) -> float:
     import pipeloom as pl
     from pipeloom.testing import virtual_costs
 
     made = pl.schedule(trial.schedule, num_ranks=trial.num_processes, num_microbatches=trial.num_microbatches)
-    return pl.simulate(made, virtual_costs(trial.num_processes, trial.forward_s, trial.backward_s)).makespan_s
+    costs = virtual_costs(trial.num_processes, trial.forward_s, trial.backward_s)
+    return float(pl.simulate(made, costs).makespan_s)
 
 
 def losses_of(peer: str, seen: Sequence[dict[str, Any]]) -> list[float]:
@@ -126,7 +134,7 @@ def loss_difference(losses: Sequence[Sequence[float]]) -> float:
     """The largest relative difference between anybody's loss and the first's, over all steps."""
     if not all(losses) or len({len(each) for each in losses}) != 1:
         return float("inf")
-    steps = zip(*losses, strict=True)
+    steps: Iterable[tuple[float, ...]] = zip(*losses, strict=True)
     return max(abs(other - first) / abs(first) for first, *others in steps for other in [first, *others])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from benchmarks.peers.figures import TOLERANCE, MemoryRow, Row, Spread
@@ -13,7 +13,7 @@ TITLES = {
     "c": "(c) The default GPT of `pipeloom train`, one thread a process: tokens a second",
     "d": "(d) Peak resident memory of each rank in (c), in processes of its own: MiB (of it above an idle process)",
 }
-SHOWN = {
+SHOWN: dict[str, Callable[[float], str]] = {
     "excess": lambda value: f"{value:.1%}".replace("%", " %"),
     "step_s_per_action": lambda value: f"{value * 1e3:.2f}",
     "tokens_per_s": lambda value: f"{value:,.0f}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy
 
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+ADAMW_OPTIONS = {"lr": 1e-3, "fused": True}
 TEXT_BYTES = 1_000_000  # of the standard library: enough windows for every step, too few to show in the memory
 
 
@@ -46,22 +49,24 @@ class Trial:
 
 @dataclass(frozen=True)
 class Part:
-    """What a peer gets in one process: the whole model as stages, of which it keeps those that it runs.
+    """What a peer gets in one process.
 
     Attributes:
+        stages: the whole model, made in every process as a user's script does; `own_stage` lets go of the others.
         group: of all processes, for this peer alone, so that nobody takes another's messages.
         boundary_shape: of what goes from stage to stage for one micro-batch.
-        optimizer: makes one of parameters; None: the loop only drops the gradients between steps.
+        optimizer_options: of AdamW; None: the loop has no optimizer and only drops the gradients between steps.
     """
 
     schedule: str
     num_microbatches: int
     rank: int
+    num_stages: int
     stages: list[nn.Module]
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    loss_fn: LossFn
     group: ProcessGroup | None
     boundary_shape: tuple[int, ...]
-    optimizer: Callable[..., torch.optim.Optimizer] | None
+    optimizer_options: dict[str, Any] | None
 
     @property
     def is_first(self) -> bool:
@@ -69,18 +74,27 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        return self.rank == len(self.stages) - 1
+        return self.rank == self.num_stages - 1
+
+    def own_stage(self) -> nn.Module:
+        """Take this process's stage out, and forget the other processes' stages with their memory."""
+        own = self.stages[self.rank]
+        self.stages.clear()
+        return own
 
 
 def part(trial: Trial, rank: int, group: ProcessGroup | None) -> Part:
     """Make the trial's model anew; its weights are the same in every process and for every peer."""
+    shape: tuple[int, ...] = (1, 1)
     if trial.model == "virtual":
         from pipeloom.testing.virtual import virtual_stages
 
         stages = virtual_stages(trial.num_processes, trial.forward_s, trial.backward_s)
-        return Part(trial.schedule, trial.num_microbatches, rank, stages, mean_output, group, (1, 1), None)
-    stages, shape = gpt_stages(trial.num_microbatches)
-    return Part(trial.schedule, trial.num_microbatches, rank, stages, next_byte_loss, group, shape, adamw)
+    else:
+        stages, shape = gpt_stages(trial.num_microbatches)
+    loss_fn, options = LOSSES[trial.model]
+    count = trial.num_microbatches
+    return Part(trial.schedule, count, rank, len(stages), stages, loss_fn, group, shape, options)
 
 
 def gpt_stages(num_microbatches: int) -> tuple[list[nn.Module], tuple[int, ...]]:
@@ -131,5 +145,7 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+LOSSES: dict[str, tuple[LossFn, dict[str, Any] | None]] = {
+    "virtual": (mean_output, None),
+    "gpt": (next_byte_loss, ADAMW_OPTIONS),
+}
