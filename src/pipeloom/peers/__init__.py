@@ -7,14 +7,16 @@
                        mesh         all of them, and the thread that reads them
     what they agree    collective   everybody says something at the same place
                        waiting      with a limit
-    how they end       failure      one cause on all ranks
+    how they end       cause        what went wrong
+                       failure      the same on all ranks
                        ending       of this process
                        stall        who keeps everybody waiting
 """
 
+from pipeloom.peers.cause import Cause
 from pipeloom.peers.collective import Collective
 from pipeloom.peers.ending import Ending
-from pipeloom.peers.failure import Cause, Failures
+from pipeloom.peers.failure import Failures
 from pipeloom.peers.mesh import Handler, Mesh
 from pipeloom.peers.rendezvous import Store
 from pipeloom.peers.stall import Stalls, State

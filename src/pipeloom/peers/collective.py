@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from pipeloom.errors import ProcessError
 from pipeloom.peers import kinds
-from pipeloom.peers.failure import Cause, Failures
+from pipeloom.peers.cause import Cause
+from pipeloom.peers.failure import Failures
 from pipeloom.peers.mesh import Mesh
 from pipeloom.peers.waiting import Overdue, Patience
 
@@ -36,11 +37,13 @@ class Collective:
 
     Attributes:
         on_stall: makes the cause when the limit is over, from the ranks that are waited for and what for.
+        missing: the ranks that are waited for right now.
     """
 
     def __init__(self, mesh: Mesh, failures: Failures, limit_s: float) -> None:
         self._mesh, self._failures, self._limit_s = mesh, failures, limit_s
         self._epoch, self._number = 0, 0
+        self.missing: list[int] = []
         self._queue: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
         self._said: defaultdict[tuple[int, int], dict[int, _Said]] = defaultdict(dict)
         self.on_stall: Callable[[list[int], str], Cause] = self._stalled
@@ -86,12 +89,14 @@ class Collective:
     def _wait(self, said: dict[int, _Said], what: str) -> None:
         patience = Patience(self._limit_s)
         while missing := self._missing(said, what):
+            self.missing = missing
             try:
                 self._sort(patience.take(self._queue))
             except Overdue:
                 self._failures.tell(self.on_stall(missing, what))
                 self._failures.check()
                 raise
+        self.missing = []
 
     def _missing(self, said: dict[int, _Said], what: str) -> list[int]:
         """Who has to be waited for. What a rank said before it ended still counts, so it is read after its end."""

@@ -97,6 +97,10 @@ class Ending:
         until = time.monotonic() + (0.0 if self._is_closed or os.getpid() != self._pid else _UNTIL_NEWS_S)
         while self._failures.cause is None and time.monotonic() < until:  # no lock: any may be held below
             time.sleep(0.01)
+        raised_at_s = self._failures.raised_at_s
+        if raised_at_s is not None and time.monotonic() < raised_at_s + _UNTIL_UNWOUND_S:
+            _later(_UNTIL_UNWOUND_S, lambda: os._exit(1))  # it is on its way out already
+            return
         self._failures.check()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)

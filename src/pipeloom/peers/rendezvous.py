@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -128,12 +128,13 @@ class Rendezvous:
 
     def _call(self, peer: int) -> socket.socket:
         address = self.addresses[peer]
-        ours, theirs = address.token[:_HALF_BYTES], address.token[_HALF_BYTES:]
         try:
             connection = socket.create_connection((address.host, address.port), self._left_s())
-            connection.sendall(_HELLO.pack(ours, self.rank))
-            if not hmac.compare_digest(_received(connection, len(theirs), self._left_s), theirs):
-                raise ConnectionError("something else answered")
+            try:
+                self._introduce(connection, address.token)
+            except BaseException:
+                connection.close()
+                raise
         except OSError as error:
             raise ProcessError(
                 f"rank {self.rank} cannot connect to rank {peer} ({address.process}) at "
@@ -141,6 +142,18 @@ class Rendezvous:
                 "the hosts must reach each other on any port; MASTER_ADDR decides which network is used",
             ) from error
         return connection
+
+    def _introduce(self, connection: socket.socket, token: bytes) -> None:
+        connection.sendall(_HELLO.pack(token[:_HALF_BYTES], self.rank))
+        answer = b""
+        while len(answer) < _HALF_BYTES:
+            connection.settimeout(self._left_s())
+            piece = connection.recv(_HALF_BYTES - len(answer))
+            if not piece:
+                raise ConnectionError("it closed the connection")
+            answer += piece
+        if not hmac.compare_digest(answer, token[_HALF_BYTES:]):
+            raise ConnectionError("something else answered")
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -240,17 +253,6 @@ def local_host() -> str:
 def _listener(host: str, num_ranks: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=num_ranks + 8)
-
-
-def _received(connection: socket.socket, num_bytes: int, left_s: Callable[[], float]) -> bytes:
-    received = b""
-    while len(received) < num_bytes:
-        connection.settimeout(left_s())
-        piece = connection.recv(num_bytes - len(received))
-        if not piece:
-            raise ConnectionError("it closed the connection")
-        received += piece
-    return received
 
 
 def _me() -> str:

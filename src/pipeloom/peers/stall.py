@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 
 from pipeloom.peers import kinds
-from pipeloom.peers.failure import Cause, Failures
+from pipeloom.peers.cause import Cause
+from pipeloom.peers.failure import Failures
 from pipeloom.peers.mesh import Mesh
 
 _ANSWER_S = 1.0
