@@ -159,3 +159,32 @@ def test_evaluation_hands_its_input_out_without_a_graph():
 
 def test_kinds_without_a_handler_are_those_that_the_facade_refuses():
     assert set(Kind) - Rank([0]).table.keys() == {Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_hook_that_writes_into_a_seed_spoils_no_other_micro_batch(writes):
+    """Micro-batches that weigh the same start from one tensor, as long as nobody wrote into it."""
+    seeds = []
+
+    def loss_fn(output):
+        loss = output.sum()
+        loss.register_hook(lambda grad: seeds.append(grad) or (grad.mul_(10) and None if writes else None))
+        return loss
+
+    rank = Rank([2], loss_fn=loss_fn)
+    for microbatch in range(2):
+        message, _ = Message.of(torch.ones(1, 2, requires_grad=True) * 1)
+        rank.run(Kind.FORWARD, 2, microbatch, message)
+        rank.run(Kind.BACKWARD, 2, microbatch)
+    assert [seed.item() for seed in seeds] == [5.0 if writes else 0.5] * 2
+    assert (seeds[0].data_ptr() == seeds[1].data_ptr()) is not writes
+
+
+def test_micro_batches_that_weigh_differently_have_seeds_of_their_own():
+    rank = Rank([2])
+    rank.context.loss.num_samples = [1, 3]
+    for microbatch in range(2):
+        message, _ = Message.of(torch.ones(1, 2, requires_grad=True) * 1)
+        rank.run(Kind.FORWARD, 2, microbatch, message)
+        rank.run(Kind.BACKWARD, 2, microbatch)
+    assert rank.gradient(2).tolist() == [[1.0, 1.0], [1.0, 1.0]]

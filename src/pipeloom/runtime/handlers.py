@@ -64,6 +64,7 @@ class RankHandlers:
         self._transport = transport
         self._context = context
         self._held: dict[tuple[int, int], _Held] = {}
+        self._seeds: dict[float, Tensor] = {}
         self._sources: dict[tuple[int, int], tuple[KeptInput, Snapshot]] = {}
         self._own_buffers = {index: OwnBuffers(each.module) for index, each in stages.items()}
         self._input_uses = {index: each.input_use for index, each in stages.items()}
@@ -122,7 +123,7 @@ class RankHandlers:
                 scope.set_apart()
         with drawing_in_backward(self._context.draw_key(action.microbatch, f"backward of stage {action.stage}")):
             run_backward(held.outputs, grads.leaves)
-        passed_on = tuple(None if each is None else each.grad for each in held.inputs)
+        passed_on = tuple([None if each is None else each.grad for each in held.inputs])
         if action.stage == 0:
             self._context.input_grads[action.microbatch] = passed_on
             return None
@@ -137,8 +138,14 @@ class RankHandlers:
         self._transport.post(action)
 
     def _seed(self, microbatch: int, held: _Held) -> Gradients:
-        loss = self._step_loss
-        return Gradients((torch.full_like(held.outputs[0], loss.seed(microbatch)),), loss.is_deferred)
+        """Where the last stage's backward starts; micro-batches that weigh the same share one tensor."""
+        loss, (output,) = self._step_loss, held.outputs
+        weight = loss.seed(microbatch)
+        seed = self._seeds.get(weight)
+        # Its version says whether a hook wrote into it.
+        if seed is None or seed._version or seed.dtype != output.dtype or seed.device != output.device:
+            self._seeds[weight] = seed = torch.full_like(output, weight)
+        return Gradients((seed,), loss.is_deferred)
 
     def _run(self, action: Action, source: Message) -> tuple[_Held, Message | None]:
         """One stage's forward under autograd: what B needs, and what the next stage gets."""
