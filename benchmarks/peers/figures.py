@@ -48,6 +48,8 @@ class Row:
     Attributes:
         unit: of the spreads: "excess" of a step over its simulated makespan, "step_s_per_action", "tokens_per_s".
         peers: by name.
+        cpu_s_per_step: by peer, of all processes together: what a step costs where cores are short, whatever else
+            the machine does.
         bar: None where Pipeloom or torch did not take part, or the comparison is void.
         loss_difference: the largest relative one between peers that had the same data; None on virtual devices.
         is_void: the peers did not compute the same.
@@ -59,6 +61,7 @@ class Row:
     num_ranks: int
     num_microbatches: int
     peers: dict[str, Spread]
+    cpu_s_per_step: dict[str, float]
     bar: Bar | None
     loss_difference: float | None = None
     is_void: bool = False
@@ -87,10 +90,10 @@ def virtual_row(trial: Trial, seen: Sequence[dict[str, Any]]) -> Row:
     if trial.forward_s or trial.backward_s:
         makespan_s = simulated_s(trial)
         peers = _spreads(steps_s, lambda step_s: step_s / makespan_s - 1)
-        return _row(trial, "excess", peers, at_most(0.5, peers))
+        return _row(trial, seen, "excess", peers, at_most(0.5, peers))
     num_actions = 2 * trial.num_microbatches
     peers = _spreads(steps_s, lambda step_s: step_s / num_actions)
-    return _row(trial, "step_s_per_action", peers, at_most(0.5, peers))
+    return _row(trial, seen, "step_s_per_action", peers, at_most(0.5, peers))
 
 
 def throughput_row(trial: Trial, seen: Sequence[dict[str, Any]], tokens_per_step: int) -> Row:
@@ -99,7 +102,7 @@ def throughput_row(trial: Trial, seen: Sequence[dict[str, Any]], tokens_per_step
     difference = loss_difference([losses_of(peer, seen)[: trial.num_warmup_steps] for peer in trial.peers])
     is_void = not difference <= TOLERANCE
     bar = None if is_void else at_least(1.0, peers)
-    return _row(trial, "tokens_per_s", peers, bar, difference, is_void)
+    return _row(trial, seen, "tokens_per_s", peers, bar, difference, is_void)
 
 
 def memory_row(peer: str, seen: Sequence[dict[str, Any]]) -> MemoryRow:
@@ -160,6 +163,7 @@ def _spreads(steps_s: dict[str, list[float]], figure: Callable[[float], float]) 
 
 def _row(
     trial: Trial,
+    seen: Sequence[dict[str, Any]],
     unit: str,
     peers: dict[str, Spread],
     bar: Bar | None,
@@ -167,4 +171,6 @@ def _row(
     is_void: bool = False,
 ) -> Row:
     shape = (trial.num_processes, trial.num_microbatches)
-    return Row(trial.row, unit, trial.schedule, *shape, peers, bar, difference, is_void)
+    num_steps = trial.num_rounds * trial.num_steps
+    cpu_s = {peer: sum(each["cpu_s"][peer] for each in seen) / num_steps for peer in peers}
+    return Row(trial.row, unit, trial.schedule, *shape, peers, cpu_s, bar, difference, is_void)

@@ -51,10 +51,23 @@ def _timed(rows: Sequence[Row]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     yield _line(" " * SHAPE_WIDTH, heads, widths, "Pipeloom ÷ torch")
     for row, line in zip(rows, cells, strict=True):
-        shape = f"{row.schedule:<5}  {row.num_ranks} × {row.num_microbatches}"
-        yield _line(f"{shape:<{SHAPE_WIDTH}}", line, widths, _verdict(row))
+        yield _line(_shape(row), line, widths, _verdict(row))
+    if rows[0].unit == "step_s_per_action":
+        yield "CPU of all ranks together ÷ all their compute actions, ms"
+        yield from (_cpu(row, peers, widths) for row in rows)
     if (difference := rows[0].loss_difference) is not None:
         yield _comparable(difference, is_void=rows[0].is_void)
+
+
+def _cpu(row: Row, peers: Sequence[str], widths: Sequence[int]) -> str:
+    num_actions = 2 * row.num_ranks * row.num_microbatches
+    cells = [SHOWN[row.unit](row.cpu_s_per_step[peer] / num_actions) for peer in peers]
+    return _line(_shape(row), cells, widths, "")
+
+
+def _shape(row: Row) -> str:
+    shape = f"{row.schedule:<5}  {row.num_ranks} × {row.num_microbatches}"
+    return f"{shape:<{SHAPE_WIDTH}}"
 
 
 def _line(shape: str, cells: Sequence[str], widths: Sequence[int], verdict: str) -> str:

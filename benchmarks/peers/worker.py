@@ -30,6 +30,7 @@ class Run:
     contestant: Contestant
     batches: Iterator[tuple[Tensor, Tensor]]
     steps_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
     losses: list[float] = field(default_factory=list)
 
     def turn(self, num_steps: int, *, is_timed: bool) -> None:
@@ -38,26 +39,38 @@ class Run:
         torch.set_num_threads(self.contestant.num_threads)
         if is_timed:
             self.step()
-        for _ in range(num_steps):
-            start_s = time.perf_counter()
-            self.step()
-            if is_timed:
-                self.steps_s.append(time.perf_counter() - start_s)
+        start_cpu_s = time.process_time()
+        times_s = [self.step() for _ in range(num_steps)]
+        if is_timed:
+            self.steps_s += times_s
+            self.cpu_s += time.process_time() - start_cpu_s
         torch.set_num_threads(1)
 
-    def step(self) -> None:
+    def step(self) -> float:
+        """Return the seconds of one step, the loop around it included."""
+        start_s = time.perf_counter()
         inputs, targets = next(self.batches)
         loss = self.contestant.learn(inputs, targets)
         self.contestant.finish()
         if loss is not None:
             self.losses.append(float(loss))
+        return time.perf_counter() - start_s
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one process has seen of a trial; memory is the process's peak, before and after the peers were there."""
+    """What one process has seen of a trial.
+
+    Attributes:
+        steps_s: seconds of each timed step, by peer.
+        cpu_s: of this process, in all its threads, over a peer's timed steps.
+        losses: of all steps, by peer; none where the peer does not tell this process.
+        idle_peak_bytes: the process's peak memory before any peer was there.
+        peak_bytes: and at the end.
+    """
 
     steps_s: dict[str, list[float]]
+    cpu_s: dict[str, float]
     losses: dict[str, list[float]]
     idle_peak_bytes: int | None
     peak_bytes: int | None
@@ -76,6 +89,7 @@ def take_part(trial: Trial) -> Seen:
     dist.barrier()
     seen = Seen(
         {name: run.steps_s for name, run in runs.items()},
+        {name: run.cpu_s for name, run in runs.items()},
         {name: run.losses for name, run in runs.items()},
         idle_peak_bytes,
         peak_bytes(),
