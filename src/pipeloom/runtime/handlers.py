@@ -143,7 +143,7 @@ class RankHandlers:
         weight = loss.seed(microbatch)
         seed = self._seeds.get(weight)
         # Its version says whether a hook wrote into it.
-        if seed is None or seed._version or seed.dtype != output.dtype or seed.device != output.device:
+        if seed is None or version(seed) or seed.dtype != output.dtype or seed.device != output.device:
             self._seeds[weight] = seed = torch.full_like(output, weight)
         return Gradients((seed,), loss.is_deferred)
 
