@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pipeloom.checkpoint import load_optimizer_state, optimizer_state
+from pipeloom.checkpoint.optimizer import hyperparameters, load_hyperparameters
 from pipeloom.errors import CheckpointError
 
 
@@ -87,6 +88,51 @@ def test_hyperparameters_stay_the_optimizers_own() -> None:
     other = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.25)
     load_optimizer_state(other, names, optimizer_state(optimizer, names))
     assert (other.param_groups[0]["lr"], other.param_groups[0]["weight_decay"]) == (0.5, 0.25)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a plain number, as many optimizers do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+
+
+def test_plain_numbers_stay_plain_numbers() -> None:
+    model, other = make_model(0), make_model(1)
+    optimizer, restored = Counting(model.parameters()), Counting(other.parameters())
+    take_steps(model, optimizer, 3)
+    state = optimizer_state(optimizer, dict(model.named_parameters()))
+    load_optimizer_state(restored, dict(other.named_parameters()), state)
+    assert [type(slots["step"]) for slots in restored.state.values()] == [int] * 4
+    take_steps(other, restored, 1)
+    assert {slots["step"] for slots in restored.state.values()} == {4}
+
+
+def test_optimizer_of_more_than_the_model_takes_what_is_the_models() -> None:
+    model, other, outside = make_model(0), make_model(1), nn.Parameter(torch.ones(2))
+    optimizer = adamw(model.parameters())
+    take_steps(model, optimizer, 1)
+    larger = adamw([outside, *other.parameters()])
+    load_optimizer_state(
+        larger, dict(other.named_parameters()), optimizer_state(optimizer, dict(model.named_parameters()))
+    )
+    assert outside not in larger.state
+    assert torch.equal(larger.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_options_go_by_name() -> None:
+    model = make_model(0)
+    named = dict(model.named_parameters())
+    saved = torch.optim.SGD([{"params": [named["0.weight"]], "lr": 0.5}, {"params": [named["2.bias"]]}], lr=0.25)
+    loaded = torch.optim.SGD([{"params": [named["2.bias"]]}, {"params": [named["0.bias"]]}], lr=0.125)
+    load_hyperparameters(loaded, named, hyperparameters(saved, named))
+    assert [group["lr"] for group in loaded.param_groups] == [0.25, 0.125]
+    assert [group["names"] for group in hyperparameters(saved, named)] == [["0.weight"], ["2.bias"]]
 
 
 def test_state_of_an_unknown_parameter_is_refused() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.checkpoint import CheckpointStore, Snapshot, load_snapshot, step_of
+from pipeloom.checkpoint import CheckpointStore, Snapshot
 from pipeloom.errors import CheckpointError
+from tests.archive.samples import RankThread, run_ranks
 
 
 def snapshot(step_index: int) -> Snapshot:
@@ -22,7 +23,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def damage(store: CheckpointStore, step_index: int) -> None:
-    (store.path_of(step_index) / "model.safetensors").write_bytes(b"")
+    (store.path_of(step_index) / "stage-000.safetensors").write_bytes(b"")
 
 
 def test_newest_is_continued_from(store: CheckpointStore) -> None:
@@ -36,7 +37,7 @@ def test_damaged_one_is_passed_over_and_named(store: CheckpointStore) -> None:
     latest, faults = store.latest_good()
     assert latest.step_index == 200
     assert len(faults) == 1
-    assert faults[0].message.startswith(str(store.path_of(300) / "model.safetensors"))
+    assert faults[0].message.startswith(str(store.path_of(300) / "stage-000.safetensors"))
 
 
 def test_all_damaged_names_every_fault(store: CheckpointStore) -> None:
@@ -60,54 +61,46 @@ def test_oldest_go_beyond_the_kept(store: CheckpointStore, num_kept: int, left: 
     assert store.steps() == left
 
 
-def test_steps_ignore_what_is_no_checkpoint(store: CheckpointStore) -> None:
-    for name in (".tmp-step-000400", "step-12", "step-abcdef", "set-aside-1", "notes"):
-        (store.folder / name).mkdir()
+def test_store_knows_how_many_it_keeps(store: CheckpointStore) -> None:
+    CheckpointStore(store.folder, num_kept=3).save(snapshot(400))
+    assert store.steps() == [200, 300, 400]
+    store.save(snapshot(500))
+    assert store.steps() == [400, 500]
+
+
+def test_existing_step_is_refused_and_nothing_goes(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="step-000300 exists already"):
+        store.save(snapshot(300), num_kept=1)
     assert store.steps() == [100, 200, 300]
 
 
-def test_steps_sort_as_numbers(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step_index in (999_999, 1_000_000):
-        store.save(snapshot(step_index), num_kept=5)
-    assert store.steps() == [999_999, 1_000_000]
-    assert step_of(store.path_of(1_000_000)) == 1_000_000
+def test_place_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*file/step-000001: .*") as caught:
+        CheckpointStore(tmp_path / "file").save(snapshot(1))
+    assert "make room on the disk, or choose a folder" in str(caught.value.hint)
+
+
+def test_ranks_save_and_continue_together(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", num_kept=1)
+
+    def run(group: RankThread) -> float:
+        for step_index in (1, 2):
+            store.save(snapshot(step_index), group=group)
+        return float(store.latest_good(group)[0].model["w"][0])
+
+    assert run_ranks(2, run) == [2.0, 2.0]
+    assert [path.name for path in store.folder.iterdir()] == ["step-000002"]
+
+
+def test_remains_are_removed_on_demand(store: CheckpointStore) -> None:
+    (store.folder / ".tmp-step-000400-0123abcd").mkdir()
+    store.remove_remains()
+    assert sorted(path.name for path in store.folder.iterdir()) == [store.path_of(s).name for s in store.steps()]
 
 
 def test_later_ones_are_put_aside(store: CheckpointStore) -> None:
     aside = store.set_aside_after(100)
     assert store.steps() == [100]
     assert aside is not None
-    assert CheckpointStore(aside).steps() == [200, 300]
     assert CheckpointStore(aside).latest_good()[0].model["w"].tolist() == [300, 300]
-
-
-def test_nothing_later_makes_no_folder(store: CheckpointStore) -> None:
-    before = sorted(store.folder.iterdir())
-    assert store.set_aside_after(300) is None
-    assert sorted(store.folder.iterdir()) == before
-
-
-def test_second_branch_gets_its_own_folder(store: CheckpointStore) -> None:
-    first = store.set_aside_after(200)
-    store.save(snapshot(300), num_kept=10)
-    second = store.set_aside_after(200)
-    assert first != second
-    assert CheckpointStore(store.folder / "set-aside-2").steps() == [300]
-
-
-def test_what_a_crash_leaves_half_removed_is_no_checkpoint(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The files are all there yet, so only the manifest's absence tells."""
-
-    def crash(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(f"the disk went away at {path.name}")
-
-    monkeypatch.setattr("pipeloom.checkpoint.store.shutil.rmtree", crash)
-    with pytest.raises(OSError, match="at step-000100"):
-        store.save(snapshot(400), num_kept=2)
-    assert (store.path_of(100) / "model.safetensors").exists()
-    with pytest.raises(CheckpointError, match=r"cannot read .*step-000100.manifest\.json"):
-        load_snapshot(store.path_of(100))

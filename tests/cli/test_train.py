@@ -93,8 +93,8 @@ def test_saved_configuration_feeds_back(capsys):
     assert train("--config", "run/config.toml", "--train.folder", "again") == 0
     again = capsys.readouterr().out.splitlines()
     assert [line.replace('folder = "again"', 'folder = "run"') for line in again[:7]] == first[:7]
-    assert Path("again/checkpoints/step-000003/model.safetensors").read_bytes() == (
-        Path("run/checkpoints/step-000003/model.safetensors").read_bytes()
+    assert Path("again/checkpoints/step-000003/stage-000.safetensors").read_bytes() == (
+        Path("run/checkpoints/step-000003/stage-000.safetensors").read_bytes()
     )
 
 
@@ -194,7 +194,7 @@ def test_checkpoint_of_another_model_lists_what_differs(capsys):
 
 def test_truncated_checkpoint_is_refused_by_file_name(capsys):
     train("--config", "tiny.toml")
-    weights = Path("run/checkpoints/step-000003/model.safetensors")
+    weights = Path("run/checkpoints/step-000003/stage-000.safetensors")
     weights.write_bytes(weights.read_bytes()[:-8])
     assert train("--resume", "run/checkpoints/step-000003") == 2
     assert f"{weights} is truncated: " in capsys.readouterr().err

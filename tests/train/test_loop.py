@@ -126,8 +126,8 @@ def test_resumed_run_is_the_same_run(make_loop: MakeLoop, tmp_path: Path, num_be
     straight, first, resumed = make_loop(), make_loop(), make_loop()
     losses = [record.loss for record in take_steps(straight, 6)]
     take_steps(first, num_before)
-    save_snapshot(tmp_path / "step-000001", first.snapshot())
-    resumed.restore(load_snapshot(tmp_path / "step-000001"))
+    save_snapshot(tmp_path / "saved", first.snapshot())
+    resumed.restore(load_snapshot(tmp_path / "saved"))
     again = [record.loss for record in take_steps(resumed, 6 - num_before)]
     assert again == losses[num_before:]
     assert_equal_bits(state_of(straight), state_of(resumed))

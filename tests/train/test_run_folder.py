@@ -33,7 +33,7 @@ def make_run(folder: str, *steps: int, **train: Any) -> CheckpointStore:
 
 
 def damage(store: CheckpointStore, step_index: int) -> None:
-    (store.path_of(step_index) / "model.safetensors").write_bytes(b"")
+    (store.path_of(step_index) / "stage-000.safetensors").write_bytes(b"")
 
 
 def test_new_run_gets_a_folder_with_its_configuration() -> None:
@@ -108,12 +108,12 @@ def test_damaged_newest_is_passed_over_with_a_note() -> None:
     start = find_start("run", [])
     assert start.snapshot is not None
     assert start.snapshot.step_index == 2
-    assert "passed over a damaged checkpoint: run/checkpoints/step-000004/model.safetensors" in start.notes[0]
+    assert "passed over a damaged checkpoint: run/checkpoints/step-000004/stage-000.safetensors" in start.notes[0]
 
 
 def test_damaged_checkpoint_that_is_named_is_refused() -> None:
     damage(make_run("run", 2, 4), 4)
-    with pytest.raises(CheckpointError, match=r"step-000004/model\.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match=r"step-000004/stage-000\.safetensors is truncated"):
         find_start("run/checkpoints/step-000004", [])
 
 

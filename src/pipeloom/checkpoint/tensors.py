@@ -1,74 +1,59 @@
-"""Named tensors in safetensors files.
+"""Tensors as bytes and back.
 
-``torch.save`` writes a pickle, and loading one can run anything. safetensors holds only numbers, but it
-refuses tensors that share memory; a tied parameter is therefore written once and its other names are kept
-in the file's metadata.
+``torch.save`` writes a pickle, and loading one can run anything. safetensors holds only numbers, but it refuses
+tensors that share memory: a tied parameter is written once, and its other names stand in the manifest.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeloom.checkpoint.folder import OTHER_HINT
+from pipeloom.archive.shard import DTYPES, Form
 from pipeloom.errors import CheckpointError
 
-_TIED: Final = "tied"
 
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to one file; names that are one tensor (same memory, same view) are written once.
+def form_of(tensor: Tensor, name: str) -> Form:
+    """Return a tensor's dtype and shape.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: a checkpoint cannot hold it: another dtype, or no dense values.
     """
-    first_name: dict[tuple[object, ...], str] = {}
-    written: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        owner = first_name.setdefault(_identity(name, tensor), name)
-        if owner == name:
-            written[name] = _own_memory(tensor)
-        else:
-            tied[name] = owner
-    # safetensors writes the metadata's keys in no fixed order: one key keeps equal files equal.
-    metadata = {_TIED: json.dumps(tied)} if tied else {"format": "pt"}
-    try:
-        save_file(written, path, metadata)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"{dtype}, {tensor.layout}".replace("torch.", "")
+        raise CheckpointError(
+            f"{name!r} is a tensor that cannot be saved: {what}", f"dense ones can be, of {', '.join(DTYPES)}"
+        )
+    return Form(dtype, tuple(tensor.shape))
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, on the CPU; tied names are the same tensor object again.
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the values of a tensor on the CPU, row by row; they are copied only if they do not lie so."""
+    values = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return values.numpy().data
+
+
+def identity_of(name: str, tensor: Tensor) -> tuple[object, ...]:
+    """Return what two names of the same tensor (same memory, same view) have in common."""
+    if tensor.numel() == 0:
+        return (name,)
+    seen_as = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), *seen_as
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors of a shard, on the CPU; what is not asked for is not read.
 
     Raises:
-        CheckpointError: the file is not a safetensors file.
+        CheckpointError: the file is no safetensors file, or has no such tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            tied = json.loads((file.metadata() or {}).get(_TIED, "{}"))
-        return tensors | {name: tensors[owner] for name, owner in tied.items()}
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}", OTHER_HINT) from None
-
-
-def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
-    if tensor.numel() == 0:
-        return (name,)
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU, contiguous, in a storage that holds nothing else."""
-    tensor = tensor.detach().to("cpu").contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Event
 
 import torch
 
 from pipeloom.checkpoint import (
     CheckpointStore,
+    Layout,
+    Saver,
     Snapshot,
     check_same_model,
+    group_of,
     load_optimizer_state,
     optimizer_state,
 )
@@ -64,7 +69,7 @@ class Loop:
         sink: takes the records.
         store: where checkpoints go, or None to keep none.
         step_index: completed steps.
-        saved_step: the step of the newest checkpoint.
+        saved_step: the step of the newest checkpoint that is whole.
         evaluation: the newest held-out record, None before the first.
     """
 
@@ -80,21 +85,28 @@ class Loop:
     step_index: int = 0
     saved_step: int = 0
     evaluation: HeldOutRecord | None = None
+    _begun_step: int = 0
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def run(self, until: int, interrupt: Event) -> None:
-        """Train up to ``until`` completed steps, or until interrupted; ends with a checkpoint."""
-        if not interrupt.is_set():
-            self.evaluate()
-        while self.step_index < until and not interrupt.is_set():
-            self.sink(self.step())
-            if self._is_due(self.config.checkpoint.interval_steps):
-                self.save()
-            if self._is_due(self.config.metrics.held_out_interval_steps):
+        """Train up to ``until`` completed steps, or until interrupted; ends with a checkpoint.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        with contextlib.nullcontext() if self.store is None else self.saver:
+            if not interrupt.is_set():
                 self.evaluate()
-        self.save()
-        if not interrupt.is_set():
-            self.evaluate()
+            while self.step_index < until and not interrupt.is_set():
+                self.sink(self.step())
+                if self._is_due(self.config.checkpoint.interval_steps):
+                    self.save()
+                if self._is_due(self.config.metrics.held_out_interval_steps):
+                    self.evaluate()
+            self.save()
+            if not interrupt.is_set():
+                self.evaluate()
+        self._note_saves()
 
     def step(self) -> StepRecord:
         """Run one optimizer step."""
@@ -109,6 +121,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_index += 1
+        self._note_saves()
         self._recent_s.append(time.perf_counter() - began_s)
         mean_s = sum(self._recent_s) / len(self._recent_s)
         return StepRecord(
@@ -121,6 +134,7 @@ class Loop:
             bubble_fraction=self.pipe.timeline.bubble_fraction,
             memory_bytes=peak_memory_bytes(),
             remaining_s=(self.config.train.steps - self.step_index) * mean_s,
+            failed_saves=0 if self.store is None else self.saver.failed_saves,
         )
 
     def evaluate(self) -> None:
@@ -129,18 +143,24 @@ class Loop:
             self.evaluation = self.held_out.evaluate(self.pipe, self.step_index)
             self.sink(self.evaluation)
 
+    @cached_property
+    def saver(self) -> Saver:
+        """Writes the checkpoints, in the background."""
+        assert self.store is not None, "only asked for where checkpoints are kept"
+        return Saver(replace(self.store, num_kept=self.config.checkpoint.num_kept), group_of(self.pipe))
+
     def save(self) -> None:
-        """Write a checkpoint, if checkpoints are kept and this step has none."""
-        if self.store is not None and self.step_index != self.saved_step:
-            self.store.save(self.snapshot(), self.config.checkpoint.num_kept)
-            self.saved_step = self.step_index
+        """Begin to write a checkpoint, if checkpoints are kept and this step has none."""
+        if self.store is not None and self.step_index != self._begun_step:
+            self._begun_step = self.step_index
+            self.saver.save(self.snapshot())
 
     def snapshot(self) -> Snapshot:
         """Return the state between two steps."""
         optimizer = optimizer_state(self.optimizer, dict(self.pipe.named_parameters()))
         config = self.config.model_dump(mode="json")
         training = {"position": self.batches.position, "fingerprint": self.fingerprint, "config": config}
-        return Snapshot(self.step_index, self.pipe.state_dict(), optimizer, training)
+        return Snapshot(self.step_index, self.pipe.state_dict(), optimizer, training, layout=Layout.of(self.pipe))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot.
@@ -148,17 +168,24 @@ class Loop:
         Raises:
             CheckpointError: it is of another model or of another text.
         """
-        check_same_model(snapshot.model, self.pipe.state_dict(), f"the checkpoint of step {snapshot.step_index}")
+        model, parameters = self.pipe.state_dict(), dict(self.pipe.named_parameters())
+        place = f"the checkpoint of step {snapshot.step_index}"
+        check_same_model(snapshot.model, model, place, group_of(self.pipe))
         if snapshot.training["fingerprint"] != self.fingerprint:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot.step_index} was trained on another text, in which its place in "
-                "the data means nothing",
+                f"{place} was trained on another text, in which its place in the data means nothing",
                 "give the same files, and the --data.* flags of the run that saved it",
             )
-        self.pipe.load_state_dict(snapshot.model)
-        load_optimizer_state(self.optimizer, dict(self.pipe.named_parameters()), snapshot.optimizer)
+        self.pipe.load_state_dict({name: snapshot.model[name] for name in model})
+        mine = {name: state for name, state in snapshot.optimizer.items() if name in parameters}
+        load_optimizer_state(self.optimizer, parameters, mine)
         self.batches.position = snapshot.training["position"]
-        self.step_index = self.saved_step = self.pipe.step_index = snapshot.step_index
+        self.step_index = self.saved_step = self._begun_step = self.pipe.step_index = snapshot.step_index
+
+    def _note_saves(self) -> None:
+        if self.store is not None:
+            self.saver.poll()
+            self.saved_step = self.saver.saved_step or self.saved_step
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self.step_index % interval_steps == 0

@@ -26,7 +26,8 @@ class StepRecord:
     """One optimizer step.
 
     ``step`` counts completed steps, this one included; ``loss`` is in nats per byte; ``grad_norm`` is before
-    clipping; ``tokens_per_s`` and ``remaining_s`` follow from recent steps; ``memory_bytes`` is the process's peak.
+    clipping; ``tokens_per_s`` and ``remaining_s`` follow from recent steps; ``memory_bytes`` is the process's peak;
+    ``failed_saves`` counts checkpoints that could not be written.
     """
 
     kind: ClassVar = "step"
@@ -39,6 +40,7 @@ class StepRecord:
     bubble_fraction: float
     memory_bytes: int
     remaining_s: float
+    failed_saves: int = 0
 
     def __str__(self) -> str:
         return (

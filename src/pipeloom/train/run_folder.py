@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from pipeloom.checkpoint import CheckpointStore, Snapshot, load_snapshot, step_of
 from pipeloom.errors import CheckpointError, ConfigError
@@ -69,7 +70,7 @@ def find_start(resume: str | None, layers: Sequence[Layer]) -> Start:
     folder, snapshot, notes = _find(Path(resume)) if resume else _latest(given or _newest_run())
     if given and given.resolve() != folder.resolve():
         folder = _unused(given)
-    saved = Layer("the configuration of the checkpoint", snapshot.training["config"])
+    saved = Layer("the configuration of the checkpoint", _configuration(folder, snapshot))
     return Start(_in_folder(resolve([saved, *layers]), folder), snapshot, notes)
 
 
@@ -87,6 +88,7 @@ def prepare_folder(start: Start) -> tuple[str, ...]:
         if path.exists() and path.read_text(encoding="utf-8") != text:
             path = folder / f"config-from-step-{step_index:06d}.toml"
         path.write_text(text, encoding="utf-8")
+        start.store.remove_remains()
         if start.snapshot:
             aside = start.store.set_aside_after(step_index)
     except OSError as error:
@@ -127,6 +129,16 @@ def _newest_run() -> Path:
     if not last_save_s:
         raise CheckpointError(f"there is no run with a checkpoint in {_RUNS.resolve()}", "say which one: --resume PATH")
     return max(last_save_s, key=lambda run: last_save_s[run])
+
+
+def _configuration(folder: Path, snapshot: Snapshot) -> Mapping[str, Any]:
+    """What of a checkpoint only `pipeloom train` saves."""
+    if {"config", "position", "fingerprint"} <= snapshot.training.keys():
+        return snapshot.training["config"]  # type: ignore[no-any-return]
+    raise CheckpointError(
+        f"the checkpoint of step {snapshot.step_index} in {folder} was not saved by pipeloom train",
+        "go on with the loop that saved it: pipeloom.checkpoint.load_checkpoint",
+    )
 
 
 def _latest(folder: Path) -> tuple[Path, Snapshot, tuple[str, ...]]:

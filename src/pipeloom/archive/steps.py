@@ -1,0 +1,57 @@
+"""The checkpoints of one run: folders ``step-000200``, ``step-000400``, … side by side."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from pipeloom.archive.manifest import MANIFEST
+
+_NAME: Final = re.compile(r"step-(\d{6,})")
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint's folder name, or None if it is not one."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def folder_of(store: Path, step_index: int) -> Path:
+    """Return where the checkpoint of a step lies, or would lie."""
+    return store / f"step-{step_index:06d}"
+
+
+def steps_in(store: Path) -> list[int]:
+    """Return the steps of all finished checkpoints, good or not, ascending."""
+    if not store.is_dir():
+        return []
+    return sorted(step for path in store.iterdir() if (step := step_of(path)) is not None)
+
+
+def keep_newest(store: Path, num_kept: int) -> None:
+    """Remove the oldest checkpoints beyond ``num_kept``."""
+    for step_index in steps_in(store)[:-num_kept]:
+        # The manifest goes first: what a crash leaves half removed cannot pass for a checkpoint.
+        (folder_of(store, step_index) / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder_of(store, step_index))
+
+
+def set_aside_after(store: Path, step_index: int) -> Path | None:
+    """Move checkpoints later than ``step_index`` out of the way of a run that goes on from there.
+
+    They are kept: the run that made them may be what the user wants to compare with.
+
+    Returns:
+        The folder they were moved to, or None if there were none.
+    """
+    later = [step for step in steps_in(store) if step > step_index]
+    if not later:
+        return None
+    number = 1 + len(list(store.glob("set-aside-*")))
+    aside = store / f"set-aside-{number}"
+    aside.mkdir()
+    for step in later:
+        folder_of(store, step).rename(aside / folder_of(store, step).name)
+    return aside
