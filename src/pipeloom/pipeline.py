@@ -16,7 +16,7 @@ from pipeloom.errors import LossError, PipeloomError, ProcessError, RuntimeState
 from pipeloom.ir import Schedule, Timeline
 from pipeloom.processes import Place, clip_grad_norm
 from pipeloom.programs import Programs
-from pipeloom.ranks import Devices, check_num_ranks, place
+from pipeloom.ranks import Devices, Group, check_num_ranks, place
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext
@@ -161,6 +161,17 @@ class Pipeline:
     def peak_live_slots(self) -> tuple[int, ...]:
         """Per rank, the most receive buffers that were live at once in the last step or evaluation."""
         return self._ranks.runtime.peak_live_slots
+
+    @property
+    def group(self) -> Group:
+        """The processes of this pipeline: ``rank``, ``num_ranks``, and ``all_gather(payload, what)`` of bytes."""
+        return self._ranks.runtime
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How the model is laid out: counts, schedule, and per stage in this process its names in `state_dict`."""
+        counts = {"num_stages": self.num_stages, "num_ranks": self.num_ranks, "schedule": self.schedule.name}
+        return counts | {"stages": self._ranks.share.layout()}
 
     # Running it.
 

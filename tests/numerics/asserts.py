@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,15 +27,25 @@ def assert_bit_equal(found: Tensor | None, expected: Tensor | None, what: str) -
 
 
 def assert_same_gradients(pipe: pl.Pipeline, reference: nn.Module) -> None:
-    """Every gradient of the pipeline has the bits of the reference's."""
-    for (name, parameter), expected in zip(pipe.named_parameters(), reference.parameters(), strict=True):
-        assert_bit_equal(parameter.grad, expected.grad, name)
+    """Every gradient of the pipeline has the bits of the reference's: in all its processes together, if it has many."""
+    expected = dict(reference.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert_bit_equal(parameter.grad, expected[name].grad, name)
+    assert_whole(pipe, (name for name, _ in pipe.named_parameters()), expected)
 
 
 def assert_same_state(pipe: pl.Pipeline, reference: nn.Module) -> None:
     """Every parameter and buffer has the bits of the reference's."""
-    for name, expected in reference.state_dict().items():
-        assert_bit_equal(pipe.state_dict()[name], expected, name)
+    expected, found = reference.state_dict(), pipe.state_dict()
+    for name, tensor in found.items():
+        assert_bit_equal(tensor, expected[name], name)
+    assert_whole(pipe, found, expected)
+
+
+def assert_whole(pipe: pl.Pipeline, names: Iterable[str], expected: Iterable[str]) -> None:
+    """All processes together have these names; each of them has to call this."""
+    parts = [json.loads(part) for part in pipe.group.all_gather(json.dumps(list(names)).encode(), "names")]
+    assert sorted(name for part in parts for name in part) == sorted(expected)
 
 
 def assert_pipeline_equals_oracle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+NUM_PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def stages(default: int) -> int:
+    """How many stages a test has that is about no number: one for each process, where there are several."""
+    return NUM_PROCESSES if NUM_PROCESSES > 1 else default
+
+
+def every_other(num_stages: int) -> list[bool]:
+    """Recompute in stage 1, 3, …"""
+    return [stage % 2 == 1 for stage in range(num_stages)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import pipeloom as pl
-from tests.facade.models import WIDTH, assert_same, chain, gradients, mean_square, plain_loop, rows
+from tests.facade.models import WIDTH, chain, mean_square, plain_loop, rows
+from tests.numerics.asserts import assert_same_gradients, assert_same_state
 
 
 class Scaled(nn.Module):
@@ -58,5 +59,5 @@ def test_buffers_that_a_forward_reads_and_writes(name: str, schedule: str, recom
         for _ in range(2):
             pipe.step(rows(10))
             plain_loop(plain, [rows(10)], 5)
-        assert_same(gradients(pipe), gradients(plain))
-    assert all(torch.equal(found, plain.get_buffer(buffer)) for buffer, found in model.named_buffers())
+        assert_same_gradients(pipe, plain)
+        assert_same_state(pipe, plain)

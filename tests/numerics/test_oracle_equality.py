@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numerics.asserts import assert_pipeline_equals_oracle
-from tests.numerics.models import CASES
+from tests.numerics.models import CASES, NUM_PROCESSES, every_other, stages
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -31,7 +31,8 @@ def test_every_model_every_cut(case, schedule, num_stages, recompute):
 def _runs(draw):
     case = draw(st.sampled_from(sorted(CASES)))
     num_layers = len(CASES[case].build())
-    cuts = sorted(draw(st.sets(st.integers(1, num_layers - 1), max_size=3)))
+    num_cuts = {"min_size": NUM_PROCESSES - 1, "max_size": stages(4) - 1}
+    cuts = sorted(draw(st.sets(st.integers(1, num_layers - 1), **num_cuts)))
     num_microbatches = draw(st.integers(1, 9))
     recompute = draw(st.lists(st.booleans(), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     return {
@@ -65,9 +66,9 @@ def test_weights_after_several_optimizer_steps(case, schedule, make_optimizer):
         CASES[case],
         num_rows=7,
         num_microbatches=3,
-        num_stages=3,
+        num_stages=stages(3),
         schedule=schedule,
-        recompute=[False, True, False],
+        recompute=every_other(stages(3)),
         num_steps=5,
         make_optimizer=make_optimizer,
     )
@@ -81,7 +82,7 @@ def test_bfloat16_autocast(schedule, recompute):
             CASES["transformer-dropout"],
             num_rows=9,
             num_microbatches=4,
-            num_stages=3,
+            num_stages=stages(3),
             schedule=schedule,
             recompute=recompute,
             num_steps=2,

@@ -32,19 +32,26 @@ class Lanes:
         ranks: the global rank of each rank of the pipeline.
         channels: the ordered pairs (sender, receiver) of the pipeline; all ranks give the same.
         rank: this one.
-        device: where tensors that do not come from a processor's memory are received.
+        device: where tensors that do not come from a processor's memory are received; None if there are none.
     """
 
     def __init__(
-        self, backend: str, ranks: Sequence[int], channels: Iterable[tuple[int, int]], rank: int, device: torch.device
+        self,
+        backend: str,
+        ranks: Sequence[int],
+        channels: Iterable[tuple[int, int]],
+        rank: int,
+        device: torch.device | None,
     ) -> None:
         self._backend = backend
-        self._device = device
+        self._device = device or torch.device("cpu")
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
+        self._groups: list[Any] = []
         for sender, receiver in sorted(set(channels)):
             # Every process of the world takes part in making each group, also those that are not in it.
             group = dist.new_group([ranks[sender], ranks[receiver]], backend=backend)
+            self._groups.append(group)
             if sender == rank:
                 self._outgoing[receiver] = _Outgoing(group, ranks[receiver])
             if receiver == rank:
@@ -86,6 +93,14 @@ class Lanes:
         for lane in self._outgoing.values():
             lane.settle()
 
+    def close(self) -> None:
+        """Give the groups up, unless a receive still waits in one: gloo can't be told to stop."""
+        if not any(lane.is_busy for lane in self._incoming.values()):
+            for group in self._groups:
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
     def _is_inline(self, stretch: Stretch, has_lane: bool) -> bool:
         return stretch.is_cpu and (stretch.num_bytes <= INLINE_BYTES or not has_lane or self._backend != "gloo")
 
@@ -117,6 +132,7 @@ class _Incoming:
         self._waits_here = waits_here
         self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Sequence[Any]], None]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.is_busy = False
 
     def receive(self, parts: Sequence[Tensor], deliver: Callable[[Sequence[Any]], None]) -> None:
         if self._thread is None:
@@ -127,6 +143,7 @@ class _Incoming:
     def _work(self) -> None:
         while True:
             parts, deliver = self._inbox.get()
+            self.is_busy = True
             try:
                 works: list[Any] = [dist.irecv(part, self._peer, self._group) for part in parts]
                 if self._waits_here:
@@ -135,5 +152,6 @@ class _Incoming:
                     works = []
             except RuntimeError:  # the sender is gone, which its closed connection tells the rank
                 return
+            self.is_busy = False
             deliver(works)
             del parts, deliver, works

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import NonFiniteLoss, PeerFailed
 from pipeloom.ir import Placement, Schedule
-from pipeloom.peers import Cause, Collective, Failures, Mesh
+from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Stalls, State
 from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.transport import Call, DistributedTransport, Parcel, Waiting
 from pipeloom.processes.world import World
@@ -82,6 +81,9 @@ class DistributedRuntime:
         self._failures = Failures(mesh, self._where)
         self._collective = Collective(mesh, self._failures, limit_s)
         lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
+        self._stalls = Stalls(mesh, self._failures, self._state)
+        self._lanes = lanes
+        self._limit_s = limit_s
         self._transport = DistributedTransport(mesh, lanes, self._failures, limit_s, self._stalled)
         self._control = Control(world.num_ranks)
         self._number = 0
@@ -89,7 +91,9 @@ class DistributedRuntime:
         self._num_exchanges = 0
         self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
-        self._mesh = mesh
+        self._since_s = time.monotonic()
+        self._collective.on_stall = lambda _, what: self._stalls.cause(what, limit_s)
+        self._ending = Ending(mesh, self._failures)
         mesh.start()
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
@@ -130,6 +134,7 @@ class DistributedRuntime:
 
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
+        self._since_s = time.monotonic()
         return self._collective.all_gather(payload, what)
 
     def gather_ties(self) -> None:
@@ -181,7 +186,8 @@ class DistributedRuntime:
 
     def close(self) -> None:
         """Say good-bye and close the connections."""
-        self._mesh.close()
+        self._ending.close()
+        self._lanes.close()
 
     @property
     def _has_last_stage(self) -> bool:
@@ -217,9 +223,7 @@ class DistributedRuntime:
     def _failed(self, error: BaseException) -> None:
         """Tell the others, unless they know: what ends their step is what ended this one."""
         if not isinstance(error, PeerFailed | NonFiniteLoss):
-            text = "".join(traceback.format_exception(error))
-            said = "".join(traceback.format_exception_only(error)).strip()
-            self._failures.tell(Cause(self.rank, "exception", self._place(), said, text))
+            self._failures.tell(Cause.of(self.rank, self._place(), error))
 
     def _place(self) -> str:
         action = self._control.last_seen[self.rank]
@@ -232,9 +236,20 @@ class DistributedRuntime:
         return f"last heard of in {self._what}" + ("" if heard is None else f", when it sent for {heard}")
 
     def _stalled(self, waiting: Waiting) -> Cause:
-        waited_s = time.monotonic() - waiting.since_s
-        message = f"rank {self.rank} has waited {waited_s:.0f} s for {waiting.what} from rank {waiting.peer}"
-        return Cause(waiting.peer, "stalled", self._where(waiting.peer), message)
+        return self._stalls.cause(waiting.what, self._limit_s)
+
+    def _state(self) -> State:
+        """What this rank is doing; asked by others, in the thread of connections."""
+        now_s, waiting, missing = time.monotonic(), self._transport.waiting, self._collective.missing
+        if waiting is not None:
+            doing = f"waits for {waiting.what} at {self._place()}"
+            return State(self.rank, doing, waiting.peer, now_s - waiting.since_s)
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            return State(
+                self.rank, f"waits for rank {ranks} to meet, after {self._place()}", missing[0], now_s - self._since_s
+            )
+        return State(self.rank, self._place(), None, now_s - self._since_s)
 
     def _give(self, stage: int, key: str, value: Tensor | None) -> None:
         value = None if value is None else value.cpu()

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import ProcessError
 
@@ -78,9 +80,9 @@ def _initialise() -> None:
     (pytorch #135957, #135712; seen with torch 2.13). Drop this when torch does the like itself.
     """
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= _num_local() else "gloo"
-    store, rank, num_processes = next(iter(dist.rendezvous("env://")))
+    store, rank, num_processes = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"pipeloom/attempt_{attempt}", store)
+    own = PrefixStore(f"pipeloom/attempt_{attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=num_processes)
 
 
@@ -96,4 +98,4 @@ def _world() -> World:
     store = dist.distributed_c10d._get_default_store()
     number = f"pipeloom/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_numbers)}"
     ranks = range(dist.get_world_size())
-    return World(dist.get_rank(), ranks, backend, device, dist.PrefixStore(number, store))
+    return World(dist.get_rank(), ranks, backend, device, PrefixStore(number, store))
