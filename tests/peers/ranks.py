@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeloom.peers import Collective, Ending, Failures, Mesh
+from pipeloom.peers import Collective, Ending, Failures, Mesh, Stalls, State
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0
@@ -135,6 +135,8 @@ class Process(Rank):
         super().__init__(Mesh.connect(FolderStore(folder), rank, num_ranks, timeout_s=LONG_S))
         self.rank = rank
         self.ending = Ending(self.mesh, self.failures)
+        self.state = State(rank, f"the work of {rank}")
+        self.stalls = Stalls(self.mesh, self.failures, lambda: self.state)
         self.mesh.start()
 
     def gather(self, what="a gather"):
@@ -186,9 +188,9 @@ class Processes:
     def signal(self, rank, number):
         os.kill(self._running[rank].pid, number)
 
-    def ended(self) -> list[Ended]:
-        """Wait for all of them."""
-        return together(*[lambda rank=rank: self._end(rank) for rank in range(len(self._running))])
+    def ended(self, num_ranks=None) -> list[Ended]:
+        """Wait for all of them, or the first ones."""
+        return together(*[lambda rank=rank: self._end(rank) for rank in range(num_ranks or len(self._running))])
 
     def stop(self):
         for each, file in zip(self._running, self._files, strict=True):

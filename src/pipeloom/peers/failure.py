@@ -92,7 +92,8 @@ class Failures:
         exception, `check` raises it.
         """
         with self._lock:
-            self._adopt(Claim(cause, self._mesh.rank, self._epoch))
+            if self._claim is None:
+                self._adopt(Claim(cause, self._mesh.rank, self._epoch))
         return self._settled().cause
 
     def report(self, error: BaseException) -> Cause:
@@ -175,12 +176,14 @@ class Failures:
     def _adopt(self, claim: Claim) -> None:
         """Hold a claim if none is held, hand it on, and wake whoever waits; or let it take another one's place."""
         if self._claim is None:
+            self._broadcast(replace(claim, is_dying=False))  # first: whoever knows it may end at once
             self._known_at_s = time.monotonic()
             self._claim = claim
-            self._broadcast(replace(claim, is_dying=False))
             self._wake()
         elif claim.order < self._claim.order and time.monotonic() < self._known_at_s + _SETTLE_S:
             self._claim = claim
+            if claim.teller == self._mesh.rank:
+                self._broadcast(claim)
 
     def _broadcast(self, claim: Claim) -> None:
         self._mesh.broadcast(kinds.CAUSE, claim.encode())

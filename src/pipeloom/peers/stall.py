@@ -117,12 +117,12 @@ def chain_from(rank: int, states: Mapping[int, State]) -> list[int]:
 def render(chain: list[int], states: Mapping[int, State]) -> str:
     """Return the report: what each rank does, the chain of who waits for whom, and the stack at its end."""
     last = states[chain[-1]]
-    lines = ["what the ranks are doing:", *(f"  {states[rank].line}" for rank in sorted(states)), ""]
+    lines = ["what the ranks are doing:", *(f"  {states[rank].line}" for rank in sorted(states))]
     arrows = " -> ".join(f"rank {rank}" for rank in chain)
     if chain[-1] in chain[:-1]:
         lines.append(f"they wait for each other in a circle: {arrows}")
     elif len(chain) > 1:
-        lines.append(f"who waits for whom: {arrows}, which waits for nobody")
+        lines.append(f"who waits for whom: {arrows}, which {'waits for nobody' if last.doing else 'does not say'}")
     if last.stack:
         lines += [f"the Python stack of rank {last.rank}:", last.stack.rstrip()]
     return "\n".join(lines)
