@@ -249,6 +249,15 @@ class KeptInput:
         Raises:
             BatchError: another stage has written into it since.
         """
+        self.check_untouched()
+        return replace(self._message, leaves=tuple(self._copies.get(id(leaf), leaf) for leaf in self._message.leaves))
+
+    def check_untouched(self) -> None:
+        """Before and after a recompute: a rank that writes does not wait for this one to have read.
+
+        Raises:
+            BatchError: another stage has written into the input since the forward.
+        """
         for key, (tensor, before) in self._tensors.items():
             if key not in self._copies and version(tensor) != before:
                 raise BatchError(
@@ -256,7 +265,6 @@ class KeptInput:
                     "stage wrote into that in place; the stage would recompute from other numbers",
                     "let it return x.clone() of what it hands on, do not write in place, or leave its recompute off",
                 )
-        return replace(self._message, leaves=tuple(self._copies.get(id(leaf), leaf) for leaf in self._message.leaves))
 
 
 def _copied(tensor: Tensor) -> Tensor:
