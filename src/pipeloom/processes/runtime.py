@@ -88,6 +88,7 @@ class DistributedRuntime:
         self._control = Control(world.num_ranks)
         self._number = 0
         self._what = "the start"
+        self._is_inside = False
         self._num_exchanges = 0
         self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
@@ -126,6 +127,7 @@ class DistributedRuntime:
         said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
         parts = [pickle.loads(each) for each in self.all_gather(said, f"the end of {self._what}")]
         self._transport.settle()
+        self._is_inside = False
         self.peak_live_slots = tuple(slots for _, _, slots in parts)
         for rank, (_, spans, _) in enumerate(parts):
             if self.trace is not None and spans is not None:
@@ -207,6 +209,8 @@ class DistributedRuntime:
         self._failures.forget()
         self._failures.check()
         self._number += 1
+        self._is_inside, self._since_s = True, time.monotonic()
+        self._control = Control(self.num_ranks)
         self._collective.epoch = self._number
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
         checksum = zlib.crc32(schedule.digest.encode())
@@ -224,16 +228,21 @@ class DistributedRuntime:
         """Tell the others, unless they know: what ends their step is what ended this one."""
         if not isinstance(error, PeerFailed | NonFiniteLoss):
             self._failures.tell(Cause.of(self.rank, self._place(), error))
+        self._is_inside = False
 
     def _place(self) -> str:
         action = self._control.last_seen[self.rank]
+        if not self._is_inside:
+            return f"outside a step, after {self._what}"
         if action is None:
             return self._what
         return f"stage {action.stage}, micro-batch {action.microbatch}, action {action} of {self._what}"
 
     def _where(self, rank: int) -> str:
+        if rank == self.rank:
+            return self._place()
         heard = self._transport.last_heard.get(rank)
-        return f"last heard of in {self._what}" + ("" if heard is None else f", when it sent for {heard}")
+        return f"last heard of in {self._what}" + ("" if heard is None else f", when it had sent what {heard} receives")
 
     def _stalled(self, waiting: Waiting) -> Cause:
         return self._stalls.cause(waiting.what, self._limit_s)
