@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from benchmarks.peers.trial import Trial
@@ -134,9 +136,9 @@ def losses_of(peer: str, seen: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def loss_difference(losses: Sequence[Sequence[float]]) -> float:
-    """The largest relative difference between anybody's loss and the first's, over all steps."""
-    if not all(losses) or len({len(each) for each in losses}) != 1:
-        return float("inf")
+    """The largest relative difference between anybody's loss and the first's; infinite where one is missing or NaN."""
+    if not all(losses) or len({len(each) for each in losses}) != 1 or not all(map(math.isfinite, chain(*losses))):
+        return math.inf
     steps: Iterable[tuple[float, ...]] = zip(*losses, strict=True)
     return max(abs(other - first) / abs(first) for first, *others in steps for other in [first, *others])
 

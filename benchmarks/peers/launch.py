@@ -71,8 +71,10 @@ def _ended(process: subprocess.Popen[str]) -> str:
 def _cause(written: str) -> str:
     """The first process's traceback, without torchrun's own behind it."""
     lines = written.splitlines()
-    start = next((at for at, line in enumerate(lines) if "Traceback" in line), max(0, len(lines) - 20))
-    prefix = lines[start].split("Traceback")[0] if lines else ""
-    own = [line.removeprefix(prefix) for line in lines[start:] if line.startswith(prefix)]
-    end = next((at for at, line in enumerate(own) if at and not line.startswith((" ", "Traceback"))), len(own) - 1)
+    start = next((at for at, line in enumerate(lines) if "Traceback" in line), None)
+    if start is None:
+        return "\n".join(lines[-20:])
+    process = lines[start].split("Traceback")[0]
+    own = [line.removeprefix(process) for line in lines[start:] if line.startswith(process)]
+    end = next((at for at, line in enumerate(own) if not line.startswith((" ", "Traceback"))), len(own))
     return "\n".join(own[: end + 1])
