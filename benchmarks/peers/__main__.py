@@ -37,7 +37,7 @@ ROWS = "abcd"
 FORWARD_S, BACKWARD_S = 0.01, 0.02
 SIZES = ((4, 8), (8, 32))
 # (rounds, timed steps in each) by row; a step of (a) with 8 ranks takes more than a second.
-FULL = {"a": (4, 4), "b": (5, 20), "c": (6, 10), "d": (1, 10)}
+FULL = {"a": (4, 4), "b": (10, 10), "c": (12, 5), "d": (1, 10)}
 QUICK = {"a": (2, 2), "b": (2, 10), "c": (2, 5), "d": (1, 3)}
 VIRTUAL_PEERS = ("pipeloom", "torch", "by_hand")
 TOKENS_PER_STEP = 8 * 128  # batch_size × sequence_length of the default configuration
