@@ -102,6 +102,8 @@ def test_manifest_reaches_nothing_outside(folder: Path, name: str) -> None:
         ("stages", {"0": 3}, "TypeError"),
         ("step_index", None, "TypeError"),
         ("layout", 3, "TypeError"),
+        ("layout", {}, "KeyError"),
+        ("layout", {"num_stages": "x", "num_ranks": 1, "schedule": ""}, "invalid literal"),
     ],
 )
 def test_contents_that_lead_nowhere_are_refused(folder: Path, key: str, value: Any, fault: str) -> None:

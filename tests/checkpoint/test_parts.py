@@ -133,3 +133,14 @@ def test_memory_of_copies_is_used_again() -> None:
     again = copies.of(parts_of(made))[0].tensors[".safetensors"]
     assert again["0.weight"].tolist() == [1] * 9
     assert again["1.weight"].data_ptr() == places[0]["1.weight"]
+
+
+def test_memory_may_be_reserved_before() -> None:
+    copies, parts = Copies(), parts_of(whole())
+    copies.reserve(parts)
+    places = {key: tensor.data_ptr() for key, tensor in copies._memory.items()}
+    copied = copies.of(parts)[0].tensors[".safetensors"]
+    assert {name: tensor.data_ptr() for name, tensor in copied.items()} == {
+        name: places[".safetensors", name] for name in NAMES
+    }
+    assert all(torch.equal(copied[name], tensor) for name, tensor in whole().model.items())

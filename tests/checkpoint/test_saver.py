@@ -85,6 +85,16 @@ def test_second_save_waits_for_the_first(store: CheckpointStore, gate: Gate) -> 
     assert saver.saved_step == 3
 
 
+def test_memory_is_got_once_and_before_the_first_save(store: CheckpointStore) -> None:
+    made: list[Snapshot] = []
+    with Saver(store) as saver:
+        for step_index in (1, 2):
+            saver.prepare(lambda step=step_index: made.append(snapshot(step)) or made[-1])
+        saver.save(snapshot(3))
+    assert [each.step_index for each in made] == [1]
+    assert load_snapshot(store.path_of(3)).model["0.weight"].tolist() == [3] * SIZE
+
+
 def test_memory_is_not_written_into_while_it_is_being_saved(store: CheckpointStore) -> None:
     with Saver(CheckpointStore(store.folder, num_kept=99)) as saver:
         for step_index in range(1, 12):

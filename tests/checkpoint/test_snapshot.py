@@ -97,7 +97,6 @@ def test_pickle_in_disguise_runs_nothing(saved: Path, name: str, monkeypatch: py
         ("configuration", {"$eval": "1"}),
         ("groups", [{"names": [], "options": {"$float": "x"}}]),
         ("values", {"model": {"0.weight": {"$tensor": ["ops", 1]}}, "optimizer": {}}),
-        ("layout", {}),
     ],
 )
 def test_values_of_no_kind_are_refused(saved: Path, key: str, value: Any) -> None:

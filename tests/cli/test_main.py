@@ -48,10 +48,10 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command was given\nhint: the commands are show simulate train; see pipeloom --help"),
+        ([], "no command was given\nhint: the commands are show simulate train checkpoint; see pipeloom --help"),
         (["shwo"], "'shwo' is no command\nhint: did you mean 'show'?"),
-        (["zzz"], "'zzz' is no command\nhint: the commands are show simulate train"),
-        (["--versoin"], "'--versoin' is no command\nhint: did you mean '--version' or 'train' or '--help'?"),
+        (["zzz"], "'zzz' is no command\nhint: the commands are show simulate train checkpoint"),
+        (["--versoin"], "'--versoin' is no command\nhint: did you mean '--version' or 'train' or 'checkpoint'?"),
     ],
 )
 def test_wrong_command(arguments, message, capsys):

@@ -14,6 +14,8 @@ LIGHT = [
     "pipeloom.passes",
     "pipeloom.cost",
     "pipeloom.sim",
+    "pipeloom.archive.attempt",
+    "pipeloom.archive.verify",
     "pipeloom.report",
     "pipeloom.cli",
 ]

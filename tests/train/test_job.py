@@ -85,6 +85,23 @@ def test_stopped_and_resumed_is_bit_equal(layer: Layer, dropout: float) -> None:
     assert_same_state(snapshot_at("run", 6), snapshot_at("apart", 6))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"num_stages": 2}, {"num_stages": 1}),
+        ({"num_stages": 2}, {"num_stages": 3}),
+        ({"num_stages": 2, "schedule": "gpipe"}, {"num_stages": 3, "schedule": "1f1b"}),
+        ({"num_stages": 1, "schedule": "1f1b"}, {"num_stages": 2, "schedule": "gpipe", "recompute": True}),
+    ],
+)
+def test_resumed_on_another_cut_is_bit_equal(layer: Layer, first: dict[str, Any], second: dict[str, Any]) -> None:
+    model = {"dropout": 0.2}
+    run(layer, flags={"model": model, "pipeline": first})
+    run(layer, flags={"model": model, "pipeline": first, "train": {"folder": "apart"}}, stop_after=3)
+    run(layer, flags={"pipeline": second, "train": {"folder": "apart"}}, resume="")
+    assert_same_state(snapshot_at("run", 6), snapshot_at("apart", 6))
+
+
 def test_resuming_an_earlier_checkpoint_repeats_the_later_one(layer: Layer) -> None:
     run(layer)
     before = snapshot_at("run", 6)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeloom import Pipeline
-from pipeloom.checkpoint import CheckpointStore, load_snapshot, save_snapshot
-from pipeloom.errors import CheckpointError
+from pipeloom.checkpoint import CheckpointStore, load_checkpoint, load_snapshot, save_snapshot
+from pipeloom.errors import CheckpointError, PipeloomWarning
 from pipeloom.testing import sequential_step
 from pipeloom.train.batches import Batches, held_out_windows
 from pipeloom.train.config import OptimizerConfig, TrainingConfig
@@ -206,6 +206,60 @@ def test_interrupt_before_the_first_step_does_nothing(make_loop: MakeLoop) -> No
     assert records == []
     assert loop.store is not None
     assert loop.store.steps() == []
+
+
+def full_disk(path: Path, pieces: object) -> str:
+    raise OSError(28, "No space left on device")
+
+
+def test_failed_save_is_counted_and_training_goes_on(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full disk has room again before the last save, which is then as any other."""
+    records: list[Record] = []
+    loop = make_loop(records=records)
+
+    def step(record: Record) -> None:
+        records.append(record)
+        if record.step == 4 and isinstance(record, StepRecord):
+            loop.saver._settle()
+            patch.undo()
+
+    loop.sink = step
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeloom.archive.shard.write_new", full_disk)
+        with pytest.warns(PipeloomWarning, match=r"step-000003: .*No space left"):
+            loop.run(5, threading.Event())
+    assert loop.store is not None
+    assert (loop.store.steps(), loop.saved_step) == ([5], 5)
+    assert [r.failed_saves for r in records if isinstance(r, StepRecord)][-1] == 1
+
+
+def test_last_save_that_fails_is_an_error(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop()
+    monkeypatch.setattr("pipeloom.archive.shard.write_new", full_disk)
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-000002: .*No space left"):
+        loop.run(2, threading.Event())
+    assert loop.store is not None
+    assert loop.store.steps() == []
+
+
+def test_saved_state_is_that_of_its_step(make_loop: MakeLoop) -> None:
+    """Training goes on while it is written."""
+    straight, loop = make_loop(), make_loop()
+    take_steps(straight, 3)
+    loop.run(5, threading.Event())
+    assert loop.store is not None
+    saved = load_snapshot(loop.store.path_of(3))
+    slots = {f"{n}/{slot}": t for n, state in saved.optimizer.items() for slot, t in state.items()}
+    assert_equal_bits(state_of(straight), saved.model | slots)
+
+
+def test_checkpoint_of_ones_own_loop_goes_on_in_it(make_loop: MakeLoop, tmp_path: Path) -> None:
+    loop, other = make_loop(), make_loop("gpipe", 3)
+    take_steps(loop, 2)
+    save_snapshot(tmp_path / "a", loop.snapshot())
+    load_checkpoint(tmp_path / "a", other.pipe)
+    assert_equal_bits(dict(loop.pipe.state_dict()), dict(other.pipe.state_dict()))
+    assert other.pipe.step_index == 2
 
 
 def test_no_store_saves_nothing(make_loop: MakeLoop, tmp_path: Path) -> None:

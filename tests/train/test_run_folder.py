@@ -113,8 +113,9 @@ def test_damaged_newest_is_passed_over_with_a_note() -> None:
 
 def test_damaged_checkpoint_that_is_named_is_refused() -> None:
     damage(make_run("run", 2, 4), 4)
-    with pytest.raises(CheckpointError, match=r"step-000004/stage-000\.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match=r"step-000004/stage-000\.safetensors is truncated") as caught:
         find_start("run/checkpoints/step-000004", [])
+    assert "beside it is run/checkpoints/step-000002: continue from that one" in str(caught.value.hint)
 
 
 def test_going_on_from_earlier_keeps_the_later_ones() -> None:
@@ -175,6 +176,20 @@ def test_nothing_to_continue_is_said(resume: str, message: str) -> None:
     Path("bare/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=message):
         find_start(resume, [])
+
+
+def test_checkpoint_of_another_loop_is_refused() -> None:
+    store_of(Path("other")).save(Snapshot(2, {"w": torch.ones(1)}, {}, {"seed": 0, "extra": None}))
+    with pytest.raises(CheckpointError, match="step 2 in other was not saved by pipeloom train") as caught:
+        find_start("other", [])
+    assert "load_checkpoint" in str(caught.value.hint)
+
+
+def test_resumed_run_removes_what_killed_saves_left() -> None:
+    store = make_run("run", 2)
+    (store.folder / ".tmp-step-000003-0123abcd").mkdir()
+    prepare_folder(find_start("run", []))
+    assert [path.name for path in store.folder.iterdir()] == ["step-000002"]
 
 
 def test_bad_flag_is_found_on_a_resume_too() -> None:

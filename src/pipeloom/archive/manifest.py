@@ -22,6 +22,7 @@ MODEL_SHARD: Final = ".safetensors"
 OPTIMIZER_SHARD: Final = ".optimizer.safetensors"
 FORMAT: Final = "pipeloom-checkpoint"
 FORMAT_VERSION: Final = 2
+_LAYOUT: Final[Mapping[str, Callable[[Any], Any]]] = {"num_stages": int, "num_ranks": int, "schedule": str}
 _CHECKSUM: Final = "checksum"
 _ZEROS: Final = "0" * 64
 
@@ -167,8 +168,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         contents = Contents.from_json(value)
         contents.check()
-        layout, configuration = dict(value["layout"]), dict(value["configuration"])
-        return Manifest(int(value["step_index"]), layout, configuration, contents)
+        layout = {key: kind(value["layout"][key]) for key, kind in _LAYOUT.items()}
+        return Manifest(int(value["step_index"]), layout, dict(value["configuration"]), contents)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = str(error) if type(error) is ValueError else repr(error)
         raise CheckpointError(f"{path} is damaged: {what}") from None

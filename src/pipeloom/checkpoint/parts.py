@@ -81,6 +81,10 @@ class Copies:
             torch.cuda.synchronize(device)
         return {stage: self._copied(part) for stage, part in parts.items()}
 
+    def reserve(self, parts: Mapping[int, Part]) -> None:
+        """Get the memory, and touch it: the system hands it out page by page, when it is written to."""
+        self._memory = {key: self._room(key, tensor).zero_() for key, tensor in _entries(parts)}
+
     def _room(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         memory = self._memory.get(key)
         if memory is not None and (memory.shape, memory.dtype) == (tensor.shape, tensor.dtype):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from pipeloom.archive.attempt import LIMIT_S, Attempt, begin, unwritten
@@ -44,9 +44,25 @@ class Saver:
         self._group = group
         self._limit_s = limit_s
         self._copies = Copies()
+        self._preparation: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
         self._last_failure: CheckpointError | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def prepare(self, make: Callable[[], Snapshot]) -> None:
+        """Get the memory of the copies in the background, once: else the first save stops several times as long.
+
+        Args:
+            make: returns a snapshot like those that will be saved.
+        """
+        if self._preparation is None:
+            self._preparation = threading.Thread(target=self._copies.reserve, args=(parts_of(make()),), daemon=True)
+            self._preparation.start()
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy a snapshot and begin to write it; collective. Returns as soon as training may change the tensors.
@@ -57,6 +73,8 @@ class Saver:
         """
         self._settle()
         self._last_failure = None
+        if self._preparation is not None:
+            self._preparation.join()
         parts, head = parts_of(snapshot), head_of(snapshot)
         target = self.store.path_of(snapshot.step_index)
         try:
@@ -77,7 +95,7 @@ class Saver:
 
     def poll(self) -> None:
         """Take note of a save that ended meanwhile: warn if it failed; costs nothing."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.is_busy:
             self._settle()
 
     def finish(self) -> None:

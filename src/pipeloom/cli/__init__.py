@@ -18,6 +18,7 @@ COMMANDS = {
     "show": "draw and describe a schedule",
     "simulate": "predict when each action of a schedule runs, from what it costs",
     "train": "train a model through a pipeline",
+    "checkpoint": "look at checkpoints, check them, and make one file of one",
 }
 
 HELP = "\n".join(
@@ -27,7 +28,7 @@ HELP = "\n".join(
         "Pipeline parallelism for any PyTorch model.",
         "",
         "commands:",
-        *(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
+        *(f"  {name:<11} {text}" for name, text in COMMANDS.items()),
         "",
         "options:",
         "  -h, --help  print this and stop; `pipeloom COMMAND --help` prints a command's options",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+FOUND_FAULTS: Final = 1
+"""`pipeloom checkpoint verify` found damage."""
 WRONG_VALUE: Final = 2
 """Whatever the user can put right."""
 INTERRUPTED: Final = 130

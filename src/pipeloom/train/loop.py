@@ -121,6 +121,8 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_index += 1
+        if self.store is not None:
+            self.saver.prepare(self.snapshot)
         self._note_saves()
         self._recent_s.append(time.perf_counter() - began_s)
         mean_s = sum(self._recent_s) / len(self._recent_s)
