@@ -68,6 +68,12 @@ def test_store_knows_how_many_it_keeps(store: CheckpointStore) -> None:
     assert store.steps() == [400, 500]
 
 
+@pytest.mark.parametrize("num_kept", [0, -1])
+def test_keeping_none_is_refused(num_kept: int) -> None:
+    with pytest.raises(CheckpointError, match=f"num_kept={num_kept} was given; the newest checkpoint is always kept"):
+        CheckpointStore(Path("store"), num_kept)
+
+
 def test_existing_step_is_refused_and_nothing_goes(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="step-000300 exists already"):
         store.save(snapshot(300), num_kept=1)

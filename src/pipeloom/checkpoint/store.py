@@ -23,10 +23,18 @@ class CheckpointStore:
     Attributes:
         folder: where they are.
         num_kept: how many of the newest are kept.
+
+    Raises:
+        CheckpointError: ``num_kept`` is less than 1.
     """
 
     folder: Path
     num_kept: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        if self.num_kept < 1:
+            raise CheckpointError(f"num_kept={self.num_kept} was given; the newest checkpoint is always kept")
 
     def path_of(self, step_index: int) -> Path:
         """Return where the checkpoint of a step lies, or would lie."""
