@@ -17,8 +17,9 @@ from pipeloom.peers.cause import Cause
 from pipeloom.peers.collective import Collective
 from pipeloom.peers.ending import Ending
 from pipeloom.peers.failure import Failures
+from pipeloom.peers.link import Link
 from pipeloom.peers.mesh import Handler, Mesh
-from pipeloom.peers.rendezvous import Store
+from pipeloom.peers.rendezvous import Rendezvous, Store, local_host
 from pipeloom.peers.stall import Stalls, State
 from pipeloom.peers.waiting import Overdue, Patience
 
@@ -28,10 +29,13 @@ __all__ = [
     "Ending",
     "Failures",
     "Handler",
+    "Link",
     "Mesh",
     "Overdue",
     "Patience",
+    "Rendezvous",
     "Stalls",
     "State",
     "Store",
+    "local_host",
 ]

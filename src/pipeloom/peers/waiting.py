@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -25,6 +26,18 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._left_s = limit_s
+
+    def spend(self, wait: Callable[[float], bool]) -> None:
+        """Call ``wait(at most so many seconds)`` once; it says whether something happened.
+
+        Raises:
+            Overdue: nothing did, and nothing is left.
+        """
+        asked_s = max(min(self._left_s, _SLICE_S), 0.0)
+        start_s = time.monotonic()
+        if not wait(asked_s) and self._left_s <= 0:
+            raise Overdue
+        self._left_s -= min(time.monotonic() - start_s, asked_s)
 
     def take(self, queue: SimpleQueue[T]) -> T:
         """Wait for an item. Ctrl-C interrupts it.

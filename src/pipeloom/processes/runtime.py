@@ -6,18 +6,22 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import NonFiniteLoss, PeerFailed
 from pipeloom.ir import Placement, Schedule
-from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Stalls, State
+from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
+from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
-from pipeloom.processes.transport import Call, DistributedTransport, Parcel, Waiting
+from pipeloom.processes.post import Call, Parcel, Post, Waiting
+from pipeloom.processes.transport import DistributedTransport
 from pipeloom.processes.world import World
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
@@ -26,6 +30,9 @@ from pipeloom.runtime.gradients import GradientChanges, GradientScope
 from pipeloom.runtime.handlers import RankHandlers
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
+
+CONNECT_S = 60.0
+"""How long the processes may take to find each other."""
 
 
 class Tie(Protocol):
@@ -84,7 +91,10 @@ class DistributedRuntime:
         self._stalls = Stalls(mesh, self._failures, self._state)
         self._lanes = lanes
         self._limit_s = limit_s
-        self._transport = DistributedTransport(mesh, lanes, self._failures, limit_s, self._stalled)
+        direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
+        sockets = direct.connect(local_host())
+        self._post = Post(mesh, partial(Direct, sockets), lanes, self._failures, limit_s, self._stalled)
+        self._transport = DistributedTransport(self._post)
         self._control = Control(world.num_ranks)
         self._number = 0
         self._what = "the start"
@@ -126,7 +136,7 @@ class DistributedRuntime:
         times = None if self.trace is None else self.trace.of(self.rank)
         said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
         parts = [pickle.loads(each) for each in self.all_gather(said, f"the end of {self._what}")]
-        self._transport.settle()
+        self._post.settle()
         self._is_inside = False
         self.peak_live_slots = tuple(slots for _, _, slots in parts)
         for rank, (_, spans, _) in enumerate(parts):
@@ -153,14 +163,14 @@ class DistributedRuntime:
     def to_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every rank's tensors on every rank, by name, on the CPU; collective."""
         parts = self._exchange(_on_cpu(tensors), range(self.num_ranks), range(self.num_ranks))
-        return dict(tensors) | {name: leaf for part in parts for name, leaf in zip(part.make, part.leaves, strict=True)}
+        return dict(tensors) | {name: leaf for part in parts for name, leaf in zip(part.form, part.leaves, strict=True)}
 
     def to_one(self, values: dict[str, Any], rank: int) -> dict[str, Any]:
         """Every rank's values on one rank, tensors on the CPU, and nothing on the others; collective."""
         parts = self._exchange(_on_cpu(values), range(self.num_ranks), [rank])
         if self.rank != rank:
             return {}
-        return values | {name: leaf for part in parts for name, leaf in zip(part.make, part.leaves, strict=True)}
+        return values | {name: leaf for part in parts for name, leaf in zip(part.form, part.leaves, strict=True)}
 
     def from_last(self, value: Any) -> Any:
         """What the rank of the last stage has, on every rank; collective."""
@@ -169,7 +179,7 @@ class DistributedRuntime:
         on_cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         parcel = Parcel(tuple(on_cpu), unflatten(list(range(len(leaves))), structure))
         parts = self._exchange(parcel, [last], range(self.num_ranks))
-        return value if self.rank == last else unflatten(list(parts[0].leaves), flatten(parts[0].make)[1])
+        return value if self.rank == last else unflatten(list(parts[0].leaves), flatten(parts[0].form)[1])
 
     def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
         """Send to all receivers but this rank, then receive what came from others."""
@@ -178,10 +188,10 @@ class DistributedRuntime:
         if self.rank in senders:
             for peer in receivers:
                 if peer != self.rank:
-                    self._transport.give(peer, key, parcel)
+                    self._post.give(peer, key, parcel)
         if self.rank not in receivers:
             return []
-        return [self._transport.get(peer, key) for peer in senders if peer != self.rank]
+        return [self._post.get(peer, key) for peer in senders if peer != self.rank]
 
     def wait_for_late_ranks(self) -> None:
         """Nothing is ever late: a call ends in the thread that made it."""
@@ -190,6 +200,7 @@ class DistributedRuntime:
         """Say good-bye and close the connections."""
         self._ending.close()
         self._lanes.close()
+        self._post.close()
 
     @property
     def _has_last_stage(self) -> bool:
@@ -241,15 +252,17 @@ class DistributedRuntime:
     def _where(self, rank: int) -> str:
         if rank == self.rank:
             return self._place()
-        heard = self._transport.last_heard.get(rank)
-        return f"last heard of in {self._what}" + ("" if heard is None else f", when it had sent what {heard} receives")
+        heard = self._post.last_heard.get(rank)
+        return f"last heard of in {self._what}" + (
+            "" if heard is None else f", when it had sent what {heard.decode()} receives"
+        )
 
     def _stalled(self, waiting: Waiting) -> Cause:
         return self._stalls.cause(waiting.what, self._limit_s)
 
     def _state(self) -> State:
         """What this rank is doing; asked by others, in the thread of connections."""
-        now_s, waiting, missing = time.monotonic(), self._transport.waiting, self._collective.missing
+        now_s, waiting, missing = time.monotonic(), self._post.waiting, self._collective.missing
         if waiting is not None:
             doing = f"waits for {waiting.what} at {self._place()}"
             return State(self.rank, doing, waiting.peer, now_s - waiting.since_s)
@@ -262,10 +275,10 @@ class DistributedRuntime:
 
     def _give(self, stage: int, key: str, value: Tensor | None) -> None:
         value = None if value is None else value.cpu()
-        self._transport.give(self._placement.rank_of(stage), key.encode(), Parcel((value,), None))
+        self._post.give(self._placement.rank_of(stage), key.encode(), Parcel((value,), None))
 
     def _get(self, stage: int, key: str) -> Any:
-        return self._transport.get(self._placement.rank_of(stage), key.encode()).leaves[0]
+        return self._post.get(self._placement.rank_of(stage), key.encode()).leaves[0]
 
 
 def _channels(placement: Placement) -> set[tuple[int, int]]:

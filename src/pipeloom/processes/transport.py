@@ -1,115 +1,70 @@
-"""Ranks that are processes: a header says what comes, small tensors come with it, large ones over torch.distributed.
-
-gloo and NCCL want to know a size before they receive, and neither can be asked whether something came, or told to
-stop waiting. So each message begins with a header on the connections of `pipeloom.peers`, which can: from then on no
-receive can be of a wrong size. What is small and in the processor's memory comes with it. The rest is received by a
-thread per channel (contract 19), which may block, because the rank itself waits on a queue that failures wake too.
-"""
+"""What the executor asks of a transport, by parcels between processes."""
 
 from __future__ import annotations
 
-import pickle
-import struct
-import time
-from collections.abc import Callable
-from queue import SimpleQueue
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeloom.errors import BatchError, ProcessError
-from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.batch.trees import Structure, flatten
+from pipeloom.errors import BatchError
+from pipeloom.ir import Action, Schedule
 from pipeloom.ir.relations import counterpart
-from pipeloom.peers import Cause, Failures, Mesh, Overdue, Patience
-from pipeloom.processes.lanes import Lanes
-from pipeloom.processes.wire import packed, unpacked
+from pipeloom.processes.post import Call, Parcel, Post
 from pipeloom.runtime.boundary import Gradients, Message
 
-MESSAGE_KIND = 16
-_HEADER = struct.Struct("<QIIHII")
-"""The call's three numbers, the length of the key, the number of the description and the length of its text."""
-_MAX_DESCRIPTIONS = 256
+
+class _ForwardForm:
+    """Makes a message of leaves; each description of one is unpickled once, and so is this."""
+
+    def __init__(self, skeleton: Any, needs_grad: tuple[bool, ...]) -> None:
+        self.skeleton = skeleton
+        self.needs_grad = needs_grad
+
+    @cached_property
+    def structure(self) -> Structure:
+        return flatten(self.skeleton)[1]
 
 
-class Call(NamedTuple):
-    """Which call of the pipeline a message belongs to, to be compared between ranks.
-
-    Args:
-        number: calls of this pipeline so far.
-        schedule: a checksum of what is run.
-        inputs: a checksum of the batch.
-    """
-
-    number: int
-    schedule: int
-    inputs: int
+_ONE_TENSOR = {needs_grad: _ForwardForm(0, (needs_grad,)) for needs_grad in (False, True)}
 
 
-class Parcel(NamedTuple):
-    """Leaves on their way, and what makes a message of them."""
+class _BackwardForm(NamedTuple):
+    """Makes gradients of leaves."""
 
-    leaves: tuple[Any, ...]
-    make: Any
-
-
-class _Arrival(NamedTuple):
-    sender: int
-    call: Call
-    key: bytes
-    content: Any
+    is_apart: bool
 
 
-class Waiting(NamedTuple):
-    """What a rank waits for, for reports."""
-
-    what: str
+class _Route(NamedTuple):
     peer: int
-    since_s: float
+    key: bytes
 
 
 class DistributedTransport:
-    """This rank's ends of all channels.
+    """The transfers of one rank; `pipeloom.runtime.transport.Transport` says what its methods do.
 
     Args:
-        mesh: connections to the other ranks, not yet started.
-        lanes: carry what does not fit into a header.
-        failures: end a wait.
-        limit_s: how long a message may be waited for.
-        stalled: told when it took longer: gives the cause.
+        post: carries parcels.
 
     Attributes:
-        waiting: what is waited for right now.
-        last_heard: per rank, the last receive that it sent for.
         peak_live_slots: of this call, the most receives that were posted and not yet taken.
     """
 
-    def __init__(
-        self, mesh: Mesh, lanes: Lanes, failures: Failures, limit_s: float, stalled: Callable[[Waiting], Cause]
-    ) -> None:
-        self._mesh = mesh
-        self._lanes = lanes
-        self._failures = failures
-        self._limit_s = limit_s
-        self._stalled = stalled
-        self._queue: SimpleQueue[_Arrival | None] = SimpleQueue()
-        self._arrived: dict[tuple[int, bytes], Any] = {}
-        self._sent: dict[int, dict[bytes, int]] = {}
-        self._known: dict[int, dict[int, Any]] = {}
-        self._call = Call(0, 0, 0)
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._routes: dict[Action, _Route] = {}
         self._schedule: Schedule | None = None
-        self._shapes: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._received: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._num_live_slots = self.peak_live_slots = 0
-        self.waiting: Waiting | None = None
-        self.last_heard: dict[int, str] = {}
-        mesh.on(MESSAGE_KIND, self._received)
-        failures.on_failure(self._wake)
 
     def begin(self, schedule: Schedule, call: Call) -> None:
-        """Start a call: what is left of earlier ones is dropped."""
-        self._schedule, self._call = schedule, call
-        self._arrived.clear()
-        self._shapes.clear()
+        """Start a call."""
+        if schedule is not self._schedule:
+            self._schedule, self._routes = schedule, {}
+        self._received.clear()
         self._num_live_slots = self.peak_live_slots = 0
+        self._post.begin(call)
 
     def send(self, action: Action, message: Message | Gradients) -> None:
         """Post what the stage made; never waits.
@@ -117,13 +72,15 @@ class DistributedTransport:
         Raises:
             BatchError: a leaf can't be sent, or a gradient is not like what it is the gradient of.
         """
-        receive = counterpart(action)
         if isinstance(message, Gradients):
-            self._check_gradients(action, message)
-            parcel = Parcel(message.leaves, (Kind.SEND_B, message.is_apart))
+            self._check(action, message)
+            form: Any = _BackwardForm(message.is_apart)
+        elif message.structure.container is None:
+            form = _ONE_TENSOR[message.needs_grad[0]]
         else:
-            parcel = Parcel(message.leaves, (Kind.SEND_F, message.skeleton(), message.needs_grad))
-        self.give(self._rank_of(receive), str(receive).encode(), parcel)
+            form = _ForwardForm(message.skeleton(), message.needs_grad)
+        peer, key = self._route(action)
+        self._post.give(peer, key, Parcel(message.leaves, form))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
@@ -138,121 +95,33 @@ class DistributedTransport:
             PeerFailed: another rank failed, has ended, or did not send it within the limit.
             ProcessError: the sender does not run the same call.
         """
-        sender = self._rank_of(counterpart(action))
-        leaves, make = self.get(sender, str(action).encode())
+        leaves, form = self._post.get(*self._route(action))
         self._num_live_slots -= 1
-        if make[0] is Kind.SEND_B:
-            return Gradients(leaves, make[1])
-        self._shapes[action.stage, action.microbatch] = leaves
-        return Message.rebuilt(leaves, *make[1:])
+        if isinstance(form, _BackwardForm):
+            return Gradients(leaves, form.is_apart)
+        self._received[action.stage, action.microbatch] = leaves
+        return Message(leaves, form.structure, form.needs_grad)
 
-    def give(self, peer: int, key: bytes, parcel: Parcel) -> None:
-        """Post leaves for another rank under a key."""
-        description, memory = packed(parcel.leaves)
-        inline, rest = self._lanes.divided(peer, description.stretches, memory)
-        number, text = self._numbered(peer, pickle.dumps((description, parcel.make)))
-        self._lanes.send(peer, rest)
-        header = _HEADER.pack(*self._call, len(key), number, len(text))
-        self._mesh.send(peer, MESSAGE_KIND, header, key, text, *map(_buffer, inline))
+    def _route(self, action: Action) -> _Route:
+        """Where a transfer goes to or comes from, and the key of both its ends: the receive."""
+        found = self._routes.get(action)
+        if found is None:
+            assert self._schedule is not None, "`begin` comes first"
+            other = counterpart(action)
+            receive = action if action.kind.is_recv else other
+            found = self._routes[action] = _Route(self._schedule.rank_of(other.stage), str(receive).encode())
+        return found
 
-    def get(self, peer: int, key: bytes) -> Parcel:
-        """Wait for leaves of another rank; raises as `take` does."""
-        found = (peer, key)
-        if found not in self._arrived:
-            self._wait(found, Waiting(key.decode(), peer, time.monotonic()))
-        description, make, memory, works = self._arrived.pop(found)
-        for work in works:
-            work.wait()
-        return Parcel(unpacked(description, memory), make)
-
-    def settle(self) -> None:
-        """After all ranks took what was sent: let go of the memory."""
-        self._lanes.settle()
-
-    def _wait(self, wanted: tuple[int, bytes], waiting: Waiting) -> None:
-        self.waiting = waiting
-        patience = Patience(self._limit_s)
-        while wanted not in self._arrived:
-            if self._queue.empty():  # what a rank sent before it failed or ended still counts
-                self._failures.expect({waiting.peer}, waiting.what)
-            try:
-                self._sort(patience.take(self._queue))
-            except Overdue:
-                self._failures.tell(self._stalled(waiting))
-                self._failures.check()
-                raise
-        self.waiting = None
-
-    def _sort(self, arrival: _Arrival | None) -> None:
-        if arrival is None or arrival.call.number < self._call.number:
-            return
-        if arrival.call != self._call:
-            raise _out_of_step(arrival, self._call)
-        self._arrived[arrival.sender, arrival.key] = arrival.content
-        self.last_heard[arrival.sender] = arrival.key.decode()
-
-    def _wake(self) -> None:
-        self._queue.put(None)
-
-    def _numbered(self, peer: int, text: bytes) -> tuple[int, bytes]:
-        """The number of a description on a channel, and its text if that is new there.
-
-        Number 0 after others starts the numbering again: values that change with each micro-batch shall not pile up.
-        """
-        sent = self._sent.setdefault(peer, {})
-        if text in sent:
-            return sent[text], b""
-        if len(sent) == _MAX_DESCRIPTIONS:
-            sent.clear()
-        sent[text] = len(sent)
-        return sent[text], text
-
-    def _received(self, sender: int, body: memoryview) -> None:
-        """In the thread of the connections: what came whole goes to the rank, what misses tensors to its lane."""
-        *call, key_size, number, text_size = _HEADER.unpack_from(body)
-        middle = _HEADER.size + key_size
-        key, end = bytes(body[_HEADER.size : middle]), middle + text_size
-        known = self._known.setdefault(sender, {})
-        if text_size:
-            known[number] = pickle.loads(body[middle:end])
-        description, make = known[number]
-        arrival = _Arrival(sender, Call(*call), key, None)
-        self._lanes.receive(
-            sender,
-            description,
-            body[end:],
-            lambda memory, works: self._queue.put(arrival._replace(content=(description, make, memory, works))),
-        )
-
-    def _check_gradients(self, action: Action, gradients: Gradients) -> None:
-        values = self._shapes.pop((action.stage, action.microbatch))
+    def _check(self, action: Action, gradients: Gradients) -> None:
+        values = self._received.pop((action.stage, action.microbatch))
         for leaf, (value, grad) in enumerate(zip(values, gradients.leaves, strict=True)):
             if grad is not None and (grad.shape != value.shape or grad.dtype != value.dtype):
                 raise BatchError(
-                    f"the gradient of leaf {leaf} of what stage {action.stage} received is "
-                    f"{grad.dtype}{tuple(grad.shape)}, but the leaf is {value.dtype}{tuple(value.shape)}; it was not "
-                    "sent",
+                    f"the gradient of leaf {leaf} of what stage {action.stage} received is {_spec(grad)}, but the "
+                    f"leaf is {_spec(value)}; it was not sent",
                     "look for a hook or an autograd.Function in that stage that returns another gradient",
                 )
 
-    def _rank_of(self, action: Action) -> int:
-        assert self._schedule is not None, "`begin` comes first"
-        return self._schedule.rank_of(action.stage)
 
-
-def _buffer(memory: Tensor) -> memoryview:
-    return memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12 lack the protocol
-
-
-def _out_of_step(arrival: _Arrival, own: Call) -> ProcessError:
-    theirs, rank = arrival.call, arrival.sender
-    if theirs.number != own.number:
-        what = f"rank {rank} is at call {theirs.number} of the pipeline, this rank at call {own.number}"
-    elif theirs.schedule != own.schedule:
-        what = f"rank {rank} runs another schedule in call {own.number} than this rank"
-    else:
-        what = f"rank {rank} was given another batch in call {own.number} than this rank"
-    return ProcessError(
-        f"{what}; all ranks of a pipeline make the same calls with the same inputs",
-        "let every process read the same batches in the same order, with the same seed",
-    )
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
