@@ -115,8 +115,7 @@ def parts_of(snapshot: Snapshot) -> dict[int, Part]:
         else:
             _put(part, MODEL_SHARD, name, value)
     for name, slots in snapshot.optimizer.items():
-        # A copy of a tied weight has the same state: what is not written twice is not saved twice.
-        for slot, value in slots.items() if name not in tied else ():
+        for slot, value in slots.items():
             _put(parts[stage_of.get(name, min(parts))], OPTIMIZER_SHARD, f"{slot}.{name}", value)
     for group in snapshot.groups:
         options = encode(group["options"], "an option of the optimizer")
@@ -151,9 +150,9 @@ def _put(part: Part, suffix: str, name: str, value: Any) -> None:
 def _tied(snapshot: Snapshot) -> dict[str, str]:
     """Return name → first name of the same tensor."""
     first: dict[tuple[object, ...], str] = {}
-    tied = {name: owner for name, owner in snapshot.layout.tied.items() if name in snapshot.model}
+    tied: dict[str, str] = {}
     for name, tensor in snapshot.model.items():
-        if isinstance(tensor, Tensor) and name not in tied:
+        if isinstance(tensor, Tensor):
             owner = first.setdefault(identity_of(name, tensor), name)
             tied |= {name: owner} if owner != name else {}
     return tied

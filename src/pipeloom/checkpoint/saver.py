@@ -21,7 +21,7 @@ from pipeloom.checkpoint.snapshot import Snapshot
 from pipeloom.checkpoint.store import CheckpointStore
 from pipeloom.errors import CheckpointError, PipeloomWarning
 
-_GRACE_S = 1.0
+_GRACE_S = 0.5
 
 
 class Saver:

@@ -29,14 +29,12 @@ class Layout:
         num_ranks: that run them.
         schedule: its name.
         stages: stage → the names of its entries in the model's state. Names that no stage has go to the first.
-        tied: name → the name of the same weight on an earlier stage, if that is in another process.
     """
 
     num_stages: int = 1
     num_ranks: int = 1
     schedule: str = ""
     stages: Mapping[int, Sequence[str]] = field(default_factory=lambda: {0: ()})
-    tied: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pipe: Any) -> Layout:
@@ -114,7 +112,7 @@ def read_snapshot(folder: Path, manifest: Manifest, names: Collection[str] | Non
             model=_model(folder, contents, wanted),
             optimizer=_optimizer(folder, contents, wanted),
             training=training,
-            groups=_groups(contents),
+            groups=[{"names": each["names"], "options": decode(each["options"])} for each in contents.groups],
             layout=_layout(manifest),
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -135,25 +133,12 @@ def _model(folder: Path, contents: Contents, wanted: Collection[str]) -> dict[st
 
 
 def _optimizer(folder: Path, contents: Contents, wanted: Collection[str]) -> OptimizerState:
-    """A tied weight has state under its first name; whoever holds another one gets it too."""
-    owners = {contents.tied.get(name, name) for name in wanted}
-    slots = _read(folder, {key: record for key, record in contents.optimizer.items() if _parameter(key) in owners})
-    slots |= {key: decode(value) for key, value in contents.values["optimizer"].items() if _parameter(key) in owners}
+    slots = _read(folder, {key: record for key, record in contents.optimizer.items() if _parameter(key) in wanted})
+    slots |= {key: decode(value) for key, value in contents.values["optimizer"].items() if _parameter(key) in wanted}
     state: OptimizerState = {}
     for key, value in slots.items():
         state.setdefault(_parameter(key), {})[key.partition(".")[0]] = value
-    state |= {name: state[owner] for name, owner in contents.tied.items() if owner in state}
-    return {name: each for name, each in state.items() if name in wanted}
-
-
-def _groups(contents: Contents) -> list[dict[str, Any]]:
-    return [
-        {
-            "names": [*group["names"], *(name for name, owner in contents.tied.items() if owner in group["names"])],
-            "options": decode(group["options"]),
-        }
-        for group in contents.groups
-    ]
+    return state
 
 
 def _read(folder: Path, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -169,6 +154,4 @@ def _parameter(key: str) -> str:
 
 
 def _layout(manifest: Manifest) -> Layout:
-    stages = {int(stage): names for stage, names in manifest.contents.stages.items()}
-    known = {name: manifest.layout[name] for name in ("num_stages", "num_ranks", "schedule")}
-    return Layout(**known, stages=stages, tied=manifest.contents.tied)
+    return Layout(**manifest.layout, stages={int(stage): each for stage, each in manifest.contents.stages.items()})
