@@ -173,6 +173,7 @@ class Processes:
             subprocess.Popen(
                 [sys.executable, "-c", text, str(rank), str(num_ranks), str(folder)],
                 cwd=ROOT,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
                 stdout=subprocess.PIPE,
                 stderr=self._files[rank],
                 text=True,

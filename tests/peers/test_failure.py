@@ -5,8 +5,8 @@ from queue import SimpleQueue
 import pytest
 
 from pipeloom.errors import PeerFailed
-from pipeloom.peers import Cause, kinds
-from tests.peers.ranks import LONG_S, raised, ranks, together, until
+from pipeloom.peers import Cause, failure, kinds
+from tests.peers.ranks import LONG_S, Rank, meshes, raised, ranks, together, until
 
 BAD = Cause(1, "exception", "stage 1, micro-batch 3, action 1F3", "ValueError: bad", "Traceback:\n  line 7")
 
@@ -99,6 +99,17 @@ def test_a_death_is_the_cause_of_what_follows_from_it():
         (told,) = together(fail)
         assert (told.rank, told.kind) == (1, "lost")
         assert causes([found[0], found[2]]) == {told}
+
+
+def test_a_death_takes_the_place_of_what_was_told_before_it(monkeypatch):
+    monkeypatch.setattr(failure, "_SETTLE_S", 2.0)
+    with meshes(3) as made:
+        found = [Rank(mesh) for mesh in made]
+        made[0].start(), made[2].start()  # rank 1 hears nothing, so its death has nothing to do with that
+        echo = own(found[2], text="RuntimeError: Connection closed by peer")
+        told, _ = together(lambda: found[2].failures.tell(echo), made[1].close)
+        assert (told.rank, told.kind) == (1, "lost")
+        assert raised(found[0].failures.check).cause == told
 
 
 def test_the_word_of_a_dying_process_comes_before_its_death():

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.peers import Mesh
-from tests.peers.ranks import LONG_S, meshes, processes, ranks, together
+from tests.peers.ranks import LONG_S, meshes, processes, ranks, run, together
 
 BIG = 20_000_000
 
@@ -187,7 +187,6 @@ if me.rank == 1:
     child = os.fork()
     if child == 0:
         me.mesh.send(0, 1, b"from a child")
-        me.mesh.close()
         time.sleep(600)
     me.mesh.send(0, 1, str(child).encode())
 me.ready()
@@ -196,6 +195,7 @@ if me.rank == 0:
     until(lambda: 1 in me.failures.gone)
     os.kill(int(child), 9)  # which lives
     sys.stdout.write(me.failures.cause.kind)
+    sys.stdout.flush()
     os._exit(0)
 time.sleep(600)
 """
@@ -208,6 +208,12 @@ def test_a_forked_child_does_not_keep_a_dead_parent_alive(tmp_path):
         first, second = running.ended()
     assert (first.code, first.out) == (0, "lost"), first.err
     assert second.code == -signal.SIGKILL
+
+
+def test_a_forked_child_that_closes_the_mesh_leaves_it_open(tmp_path):
+    program = "me.gather()\nchild = os.fork()\nme.mesh.close() if not child else None\nif not child: os._exit(0)\n"
+    ends = run(tmp_path, 2, f"{program}os.waitpid(child, 0)\nme.gather()")
+    assert [(end.code, end.err) for end in ends] == [(0, "")] * 2
 
 
 def test_names_tell_process_and_host():

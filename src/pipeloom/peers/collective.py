@@ -88,15 +88,17 @@ class Collective:
 
     def _wait(self, said: dict[int, _Said], what: str) -> None:
         patience = Patience(self._limit_s)
-        while missing := self._missing(said, what):
-            self.missing = missing
-            try:
-                self._sort(patience.take(self._queue))
-            except Overdue:
-                self._failures.tell(self.on_stall(missing, what))
-                self._failures.check()
-                raise
-        self.missing = []
+        try:
+            while missing := self._missing(said, what):
+                self.missing = missing
+                try:
+                    self._sort(patience.take(self._queue))
+                except Overdue:
+                    self._failures.tell(self.on_stall(missing, what))
+                    self._failures.check()
+                    raise
+        finally:
+            self.missing = []
 
     def _missing(self, said: dict[int, _Said], what: str) -> list[int]:
         """Who has to be waited for. What a rank said before it failed or ended still counts: it is read after that."""

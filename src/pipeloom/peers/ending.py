@@ -28,6 +28,7 @@ _UNTIL_RAISED_S = 1.2
 _UNTIL_UNWOUND_S = 5.0
 _UNTIL_NEWS_S = 0.3
 _FLUSH_S = 0.2
+_SLICE_S = 0.1
 
 
 class Ending:
@@ -99,7 +100,7 @@ class Ending:
             time.sleep(0.01)
         raised_at_s = self._failures.raised_at_s
         if raised_at_s is not None and time.monotonic() < raised_at_s + _UNTIL_UNWOUND_S:
-            _later(_UNTIL_UNWOUND_S, lambda: os._exit(1))  # it is on its way out already
+            _aside(_exit_late)  # it is on its way out already
             return
         self._failures.check()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -108,15 +109,15 @@ class Ending:
     def _begin_to_end(self) -> None:
         if not self._is_timed:
             self._is_timed = True
-            _later(_UNTIL_RAISED_S, self._end)
+            _aside(self._end)
 
     def _end(self) -> None:
         """End this process, if it has not done so by itself."""
-        if self._is_closed and not self._is_dying:
-            return
+        _pause(_UNTIL_RAISED_S)
         raised_at_s = self._failures.raised_at_s
-        if raised_at_s is not None and (left_s := raised_at_s + _UNTIL_UNWOUND_S - time.monotonic()) > 0:
-            _later(left_s, self._end)
+        if raised_at_s is not None:
+            _pause(raised_at_s + _UNTIL_UNWOUND_S - time.monotonic())
+        if self._is_closed and not self._is_dying:
             return
         # A cause that was raised here may be one that all survived, and the death another.
         cause = (raised_at_s is None and self._failures.cause) or self._failures.death
@@ -127,14 +128,28 @@ class Ending:
             os._exit(1)
 
 
-def _later(delay_s: float, call: Callable[[], None]) -> None:
-    timer = threading.Timer(delay_s, call)
-    timer.daemon = True
-    timer.start()
+def _exit_late() -> None:
+    _pause(_UNTIL_UNWOUND_S)
+    os._exit(1)
+
+
+def _aside(call: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def _pause(wait_s: float) -> None:
+    """Sleep, in slices: a process that is stopped meanwhile gets its time afterwards."""
+    for _ in range(round(wait_s / _SLICE_S)):
+        time.sleep(_SLICE_S)
 
 
 def _flush() -> None:
     """Write out what was printed, unless the stuck thread holds the lock of the file."""
-    flusher = threading.Thread(target=lambda: [file.flush() for file in (sys.stdout, sys.stderr)], daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_S)
+    _aside(_flush_both).join(_FLUSH_S)
+
+
+def _flush_both() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -76,7 +76,10 @@ class Mesh:
         return cls(rank, names, connections)
 
     def on(self, kind: int, handler: Handler) -> None:
-        """Let ``handler`` have the frames of a kind, 0 to 255, instead of the one that had them; before `start`."""
+        """Let ``handler`` have the frames of a kind instead of the one that had them; before `start`.
+
+        Kinds go from 0 to 255; those from 240 are this room's own (`pipeloom.peers.kinds`).
+        """
         self._handlers[kind] = handler
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
