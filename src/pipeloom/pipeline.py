@@ -256,7 +256,7 @@ class Pipeline:
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
         """All ranks' parts on rank ``to``, nothing on the others; where ranks are processes, all have to call it."""
-        return self._ranks.runtime.to_one(self.state_dict(), to)
+        return self._ranks.share.in_order(self._ranks.runtime.to_one(self.state_dict(), to))
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load parameters and buffers by the whole model's names, as `nn.Module.load_state_dict` does."""

@@ -7,13 +7,14 @@ them is an error, and their memory is free; `fill` brings them back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.splitting.split import Split
+from pipeloom.splitting.split import Split, Unit
 from pipeloom.splitting.ties import Ties
 
 
@@ -54,6 +55,12 @@ class Share:
         state = self._made.root.state_dict(keep_vars=True)
         return {name: _detached(value) for name, value in state.items() if self._home(name, value) in self._stages}
 
+    def in_order(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The same entries in the order that the whole model has them."""
+        if self.is_whole:
+            return state
+        return {name: state[name] for name in self._made.root.state_dict() if name in state}
+
     def layout(self) -> dict[int, list[str]]:
         """Per stage that is here, the names of its entries in `state_dict`."""
         found: dict[int, list[str]] = {stage: [] for stage in sorted(self._stages)}
@@ -77,28 +84,53 @@ class Share:
         """Put the weights and buffers of the other stages on the meta device."""
         spared = self._ties.weights_of(self._stages)
         made: dict[int, Tensor] = {}
-        for stage, units in enumerate(self._made.stages):
-            if stage not in self._stages:
-                for unit in units:
-                    _replace(unit.module, lambda _, each: each if id(each) in spared else _on_meta(each, made))
+        for unit in self._units_elsewhere():
+            _replace(unit.module, lambda _, each: each if id(each) in spared else self._on_meta(each, made))
+        self._ties.let_go(self._stages)
 
     def contents(self) -> dict[str, Tensor]:
-        """All tensors of the stages that are here, also buffers that no state dict holds."""
+        """All tensors that belong here, also buffers that no state dict holds; a tied weight once."""
         return {
-            f"{unit.name}.{name}".lstrip("."): tensor
+            _prefix(unit) + name: tensor
             for stage in sorted(self._stages)
             for unit in self._made.stages[stage]
             for name, tensor in _all_named(unit.module)
+            if not self._ties.is_copy(tensor)
         }
 
     def fill(self, contents: Mapping[str, Tensor]) -> None:
         """Give the other stages their weights and buffers again."""
         made: dict[int, Tensor] = {}
-        for stage, units in enumerate(self._made.stages):
-            if stage not in self._stages:
-                for unit in units:
-                    prefix = f"{unit.name}." if unit.name else ""
-                    _replace(unit.module, lambda name, old, p=prefix: _filled(old, contents[p + name], made))
+        for unit in self._units_elsewhere():
+            _replace(unit.module, partial(self._filled, contents, made, _prefix(unit)))
+
+    def _units_elsewhere(self) -> Iterator[Unit]:
+        return (u for stage, units in enumerate(self._made.stages) if stage not in self._stages for u in units)
+
+    def _on_meta(self, tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+        """One for each tensor, and for a tied weight one for all its copies."""
+        owner = self._ties.owner_of(tensor)
+        if id(owner) not in made:
+            empty = torch.empty_like(owner, device="meta")
+            is_parameter = isinstance(owner, nn.Parameter)
+            made[id(owner)] = nn.Parameter(empty, owner.requires_grad) if is_parameter else empty
+            made[-id(owner)] = owner  # an id is of one tensor only while that lives
+        return made[id(owner)]
+
+    @staticmethod
+    def _filled(contents: Mapping[str, Tensor], made: dict[int, Tensor], prefix: str, name: str, old: Tensor) -> Tensor:
+        """What takes the place of a tensor on the meta device; a tied weight that is here gets its latest value."""
+        new = contents.get(prefix + name)
+        if old.device.type != "meta":
+            if new is not None:
+                old.detach().copy_(new)
+            return old
+        if id(old) not in made:
+            assert new is not None, "every tensor comes from the rank that it belongs to"
+            is_parameter = isinstance(old, nn.Parameter)
+            made[id(old)] = nn.Parameter(new.detach(), old.requires_grad) if is_parameter else new
+            made[-id(old)] = old
+        return made[id(old)]
 
     def _home(self, name: str, value: Any) -> int:
         owner_stage = self._ties.owner_stage(value)
@@ -114,28 +146,14 @@ def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _replace(module: nn.Module, change: Any) -> None:
+def _replace(module: nn.Module, change: Callable[[str, Tensor], Any]) -> None:
     """Put ``change(name, tensor)`` in the place of every parameter and buffer."""
-    for prefix, each in module.named_modules(remove_duplicate=True):
+    for prefix, each in module.named_modules():
         for held in (each._parameters, each._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = change(f"{prefix}.{name}".lstrip("."), tensor)
 
 
-def _on_meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in made:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        made[-id(tensor)] = tensor  # an id is of one tensor only while that lives
-    return made[id(tensor)]
-
-
-def _filled(old: Tensor, new: Tensor, made: dict[int, Tensor]) -> Tensor:
-    if old.device.type != "meta":
-        return old
-    if id(new) not in made:
-        is_parameter = isinstance(old, nn.Parameter)
-        made[id(new)] = nn.Parameter(new.detach(), old.requires_grad) if is_parameter else new
-    return made[id(new)]
+def _prefix(unit: Unit) -> str:
+    return f"{unit.name}." if unit.name else ""

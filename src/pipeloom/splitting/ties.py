@@ -9,7 +9,7 @@ the weight see each share by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,13 +75,24 @@ class Ties:
                     later.setdefault(id(owner), []).append(place)
             self._ties += [_tied(places, first_stage[owner], stage) for owner, places in later.items()]
 
-    def is_copy(self, parameter: nn.Parameter) -> bool:
+    def is_copy(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter stands for one of an earlier stage."""
         return any(tie.copy is parameter for tie in self._ties)
 
     def owner_stage(self, value: Any) -> int | None:
         """The stage that owns what this copy stands for; None if it is no copy."""
         return next((tie.owner_stage for tie in self._ties if tie.copy is value), None)
+
+    def owner_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The weight that a copy stands for; anything else is its own owner."""
+        return next((tie.owner for tie in self._ties if tie.copy is tensor), tensor)
+
+    def let_go(self, stages: Collection[int]) -> None:
+        """Hold no weight of ties that none of ``stages`` has a part in: their places have other tensors by now."""
+        for number, tie in enumerate(self._ties):
+            if {tie.owner_stage, tie.stage}.isdisjoint(stages):
+                empty = nn.Parameter(torch.empty_like(tie.owner, device="meta"), tie.owner.requires_grad)
+                self._ties[number] = replace(tie, owner=empty, copy=empty)
 
     def weights_of(self, stages: Collection[int]) -> set[int]:
         """The ids of all copies and owners of ties that one of ``stages`` has a part in."""

@@ -1,0 +1,53 @@
+"""What travels between processes, in each of the three ways: read by the rank, by the mesh, over torch.distributed."""
+
+import pytest
+
+from tests.processes import ways
+from tests.processes.ranks import start
+
+SIZES = {"small": 16, "medium": 4_000, "large": 40_000}
+
+
+def all_pass(ranks):
+    codes = ranks.wait()
+    assert set(codes) == {0}, "\n".join(ranks.output(rank) for rank in range(len(codes)))
+
+
+@pytest.mark.parametrize("num_columns", SIZES.values(), ids=SIZES)
+def test_a_tensor_of_any_size(num_columns, tmp_path):
+    layers = [ways.Widened(num_columns), ways.Narrowed(num_columns)]
+    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
+
+
+@pytest.mark.parametrize("num_columns", SIZES.values(), ids=SIZES)
+def test_a_container_of_everything(num_columns, tmp_path):
+    layers = [ways.Many(num_columns), ways.Joined(num_columns)]
+    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
+
+
+def test_shapes_that_change_from_step_to_step_and_within_one(tmp_path):
+    layers = [ways.Widened(4_000), ways.Narrowed(4_000)]
+    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 30, 9, 70, 7, 8], 4))
+
+
+def test_evaluation_and_the_whole_model(tmp_path):
+    all_pass(start(ways.evaluates_and_is_whole_again, 3, tmp_path, 3))
+
+
+def test_the_next_step_after_a_failed_one(tmp_path):
+    all_pass(start(ways.goes_on_after_a_failed_step, 3, tmp_path, 3))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_another_batch_on_one_rank_is_found(rank, tmp_path):
+    ranks = start(ways.is_given_another_batch, 3, tmp_path, rank, 3)
+    assert ranks.wait() == [1, 1, 1]
+    for each in range(3):
+        assert "was given another batch in call 1 than this rank" in ranks.output(each)
+
+
+def test_another_number_of_processes_than_ranks(tmp_path):
+    ranks = start(ways.asks_for_other_ranks, 2, tmp_path, 3)
+    assert ranks.wait() == [1, 1]
+    assert "there are 2 processes, but the schedule puts 3 stages on 3 ranks" in ranks.output(0)
+    assert "run all ranks as threads of each process with transport='local'" in ranks.output(1)

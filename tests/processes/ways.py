@@ -1,0 +1,159 @@
+"""What ranks do in the tests of what travels between them; an assertion that fails ends the rank with code 1."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.testing import sequential_step
+from tests.numerics.asserts import assert_bit_equal, assert_same_gradients, assert_same_state
+
+WIDTH = 8
+
+
+class Widened(nn.Module):
+    """Hands on rows of ``num_columns``, so that a boundary is as large as wanted."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, num_columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, WIDTH) → (B, num_columns)."""
+        return torch.tanh(self.linear(x))
+
+
+class Many(nn.Module):
+    """Hands on a dict: large and small tensors, a view, the same tensor twice, integers, plain values, nothing."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, num_columns)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        """(B, WIDTH) → what `Joined` takes."""
+        large = torch.tanh(self.linear(x))
+        return {
+            "large": large,
+            "twice": [large, x],
+            "first": large.t()[:3],
+            "mask": x > 0,
+            "index": torch.arange(len(x)),
+            "scale": 0.5,
+            "none": None,
+            "empty": x[:0],
+        }
+
+
+class Joined(nn.Module):
+    """Takes it up again."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_columns, WIDTH)
+
+    def forward(self, value: dict) -> Tensor:
+        """What `Many` made → (B, WIDTH)."""
+        assert value["twice"][0] is value["large"]
+        assert value["none"] is None
+        assert value["empty"].shape == (0, WIDTH)
+        hidden = self.linear(value["large"] + value["twice"][0]) * value["scale"]
+        return (hidden + value["twice"][1]) * value["mask"] + value["first"].sum() * value["index"][:, None]
+
+
+def trains_like_the_oracle(layers: list[nn.Module], batches: list[int], num_microbatches: int) -> None:
+    """A step for each number of rows, with the bits of the oracle."""
+    torch.manual_seed(0)
+    for layer in layers:
+        layer.linear.reset_parameters()
+    model = nn.Sequential(*layers)
+    reference, loss_fn = copy.deepcopy(model), nn.MSELoss()
+    options = {"num_microbatches": num_microbatches, "loss_fn": loss_fn}
+    with pl.Pipeline(model, num_stages=len(layers), **options) as pipe:
+        for step_index, num_rows in enumerate(batches):
+            inputs = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(num_rows))
+            target = torch.zeros(num_rows, layers[-1].linear.out_features)
+            found = pipe.step(inputs, target=target)
+            expected = sequential_step(reference, inputs, target=target, step_index=step_index, **options)
+            assert_bit_equal(found, expected, "loss")
+        assert_same_gradients(pipe, reference)
+        assert_same_state(pipe, reference)
+
+
+def evaluates_and_is_whole_again(num_ranks: int) -> None:
+    """Outputs are on the last rank, or everywhere; the model comes back whole, with what was trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
+    model[0].register_buffer("table", torch.arange(3.0), persistent=False)
+    model[-1].weight = model[0].weight
+    reference, inputs = copy.deepcopy(model), torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
+    pipe = pl.Pipeline(model, num_stages=num_ranks, num_microbatches=3, loss_fn=lambda o: o.square().mean())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference)]
+    pipe.step(inputs)
+    sequential_step(reference, inputs, num_microbatches=3, loss_fn=lambda o: o.square().mean(), num_stages=num_ranks)
+    for optimizer in optimizers:
+        optimizer.step()
+    is_last = pipe.group.rank == num_ranks - 1
+    output, everywhere = pipe(inputs), pipe(inputs, broadcast_output=True)
+    assert (output is not None) == is_last
+    expected = torch.cat([reference(part) for part in inputs.chunk(3)])
+    assert_bit_equal(everywhere, expected, "output")
+    whole = pipe.full_state_dict(to=1)
+    assert list(whole) == (list(reference.state_dict()) if pipe.group.rank == 1 else [])
+    for name, value in whole.items():
+        assert_bit_equal(value, reference.state_dict()[name], name)
+    assert pipe.unwrap() is model
+    assert_bit_equal(model(inputs), reference(inputs), "output of the whole model")
+    assert model[-1].weight is model[0].weight
+    assert model[0].table.tolist() == [0.0, 1.0, 2.0]
+
+
+def is_given_another_batch(rank_of_it: int, num_ranks: int) -> None:
+    """One rank reads other data."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)]
+    pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=num_ranks, loss_fn=lambda o: o.sum())
+    value = 2.0 if pipe.group.rank == rank_of_it else 1.0
+    pipe.step(torch.full((6, WIDTH), value))
+
+
+def asks_for_other_ranks(num_stages: int, **options: object) -> None:
+    """A pipeline that these processes cannot be."""
+    pl.Pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_stages))), num_stages=num_stages, **options)
+
+
+def goes_on_after_a_failed_step(num_ranks: int) -> None:
+    """Contract 14: every rank raises, and the next step is as if nothing had been."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
+    reference, inputs = copy.deepcopy(model), torch.ones(6, WIDTH)
+    is_failing = [True]
+
+    def loss_fn(output: Tensor) -> Tensor:
+        if is_failing[0]:
+            raise ZeroDivisionError("the loss went wrong")
+        return output.square().mean()
+
+    pipe = pl.Pipeline(model, num_stages=num_ranks, num_microbatches=3, loss_fn=loss_fn)
+    with pytest.raises((ZeroDivisionError, pl.PipeloomError), match="the loss went wrong"):
+        pipe.step(inputs)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    is_failing[0] = False
+    pipe.step(inputs)
+    sequential_step(reference, inputs, num_microbatches=3, loss_fn=loss_fn)
+    assert_same_gradients(pipe, reference)
+
+
+class Narrowed(nn.Module):
+    """Takes `Widened`'s rows back to a few columns."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_columns, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, num_columns) → (B, WIDTH)."""
+        return self.linear(x)
