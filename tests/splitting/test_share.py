@@ -1,0 +1,106 @@
+"""A rank's part of a model: what is elsewhere is on the meta device, and comes back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.splitting import Share, Ties, split
+
+
+class Table(nn.Module):
+    """A layer with a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("saved", torch.ones(2))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+
+def model(is_tied=False):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4), Table(), nn.Linear(4, 4), nn.Linear(4, 4))
+    if is_tied:
+        made[3].weight = made[0].weight
+    return made
+
+
+def shares(is_tied=False, num_stages=4, stages_of=lambda rank: [rank]):
+    """What each process has after it made the whole model and kept its stages."""
+    found = []
+    for rank in range(num_stages):
+        own = split(model(is_tied), num_stages=num_stages)
+        share = Share(own, Ties(own), stages_of(rank))
+        share.release()
+        found.append((own.root, share))
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_parts_are_the_whole(is_tied):
+    expected = model(is_tied).state_dict()
+    parts = [share.state_dict() for _, share in shares(is_tied)]
+    assert sorted(name for part in parts for name in part) == sorted(expected)
+    assert all(torch.equal(value, expected[name]) for part in parts for name, value in part.items())
+    assert [share.layout()[rank] for rank, (_, share) in enumerate(shares())] == [list(p) for p in parts_of(shares())]
+
+
+def parts_of(found):
+    return [share.state_dict() for _, share in found]
+
+
+def test_each_parameter_is_trained_by_one_rank():
+    found = shares(is_tied=True)
+    names = [name for _, share in found for name, _ in share.named_parameters()]
+    assert names == [name for name, _ in model(is_tied=True).named_parameters()]
+    assert all(share.parameter_names() == names for _, share in found)
+
+
+def test_what_is_elsewhere_takes_no_memory():
+    root, _ = shares()[1]
+    devices = {name: each.device.type for name, each in [*root.named_parameters(), *root.named_buffers()]}
+    assert {name for name, device in devices.items() if device == "cpu"} == {
+        "1.linear.weight",
+        "1.linear.bias",
+        "1.saved",
+        "1.unsaved",
+    }
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_comes_back_with_what_was_trained(is_tied):
+    found = shares(is_tied)
+    for _, share in found:
+        for _, parameter in share.named_parameters():
+            parameter.data += 1.0
+    contents = {name: each for _, share in found for name, each in share.contents().items()}
+    for root, share in found:
+        share.fill({name: each.detach().clone() for name, each in contents.items()})
+        share._ties.undo()
+        assert all(
+            torch.equal(each, model(is_tied).state_dict()[name] + ("weight" in name or "bias" in name))
+            for name, each in root.state_dict().items()
+        )
+        assert (root[3].weight is root[0].weight) == is_tied
+        assert root[1].unsaved.tolist() == [0.0, 0.0]
+
+
+def test_a_part_loads_from_the_whole():
+    root, share = shares()[2]
+    whole = {name: value + 1 for name, value in model().state_dict().items()}
+    share.load_state_dict(whole, strict=True)
+    assert torch.equal(root[2].weight, whole["2.weight"])
+    with pytest.raises(RuntimeError, match=r"missing keys in state_dict: \['2.bias'\]; unexpected keys: \['other'\]"):
+        share.load_state_dict({"2.weight": whole["2.weight"], "other": torch.ones(1)}, strict=True)
+    assert share.load_state_dict({}, strict=False).missing_keys == ["2.weight", "2.bias"]
+
+
+def test_a_whole_share_is_the_model():
+    own = split(model(), num_stages=2)
+    share = Share(own, Ties(own), range(2))
+    share.release()
+    before = copy.deepcopy(own.root.state_dict())
+    assert share.is_whole
+    assert all(torch.equal(value, before[name]) for name, value in share.state_dict().items())
