@@ -101,7 +101,8 @@ class Pipeline:
         self._programs = Programs(schedule, self.num_stages, recompute)
         self.num_microbatches = self._programs.checked(num_microbatches)
         check_num_ranks(num_ranks, self.num_ranks)
-        self._ranks = place(self._split, self._ties, self._programs, transport, devices, wait_limit_s)
+        rule, programs = self._rule, self._programs
+        self._ranks = place(self._split, self._ties, programs, rule, transport, devices, wait_limit_s)
         own = nn.ModuleList(unit.module for stage in self._ranks.stages for unit in self._split.stages[stage])
         self._statistics = DeferredStatistics(own if is_deferred else nn.Module())
         if grad_dtype is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from pipeloom.errors import ProcessError, UnsupportedShape
+from pipeloom.batch.losses import LossRule
+from pipeloom.errors import ProcessError, SplitError, UnsupportedShape
 from pipeloom.processes import DistributedRuntime, Place, World, find_world
 from pipeloom.programs import Programs
 from pipeloom.runtime.local import LocalRuntime
@@ -50,7 +52,13 @@ class Ranks:
 
 
 def place(
-    made: Split, ties: Ties, programs: Programs, transport: Place, devices: Devices | None, limit_s: float
+    made: Split,
+    ties: Ties,
+    programs: Programs,
+    rule: LossRule,
+    transport: Place,
+    devices: Devices | None,
+    limit_s: float,
 ) -> Ranks:
     """Put the stages where they run.
 
@@ -58,12 +66,14 @@ def place(
         made: the cut model.
         ties: its tied weights.
         programs: of the pipeline.
+        rule: its loss, which may hold weights.
         transport: threads or processes.
         devices: one per rank; None leaves the model where it is.
         limit_s: how long a process waits for another.
 
     Raises:
         UnsupportedShape: there are not as many devices as ranks.
+        SplitError: the loss uses a weight that will be in another process.
         ProcessError: there are not as many processes as ranks, or they do not find each other.
     """
     world, num_ranks = find_world(transport), programs.placement.num_ranks
@@ -73,13 +83,52 @@ def place(
     places = [own] * num_ranks if devices is None else _checked(devices, num_ranks)
     here = range(made.num_stages) if world is None else programs.placement.stages_of(world.rank)
     share = Share(made, ties, here)
+    facts, weights = _facts(made, programs), "" if world is None else _weights(made)
+    if world is not None:
+        _check_loss(made, ties, rule)
     share.release()
     stages = [_stage(index, made, programs, places) for index in here]
     if world is None:
         return Ranks(frozenset(here), share, LocalRuntime(stages, programs.placement))
     by_index = dict(zip(here, stages, strict=True))
     runtime = DistributedRuntime(world, by_index, programs.placement, ties.crossing(here), limit_s)
+    runtime.meet(facts, weights)
     return Ranks(frozenset(here), share, runtime)
+
+
+def _facts(made: Split, programs: Programs) -> dict[str, str]:
+    """What must be the same in all processes."""
+    shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in made.root.named_parameters()]
+    cuts = [[unit.name for unit in units] for units in made.stages]
+    return {
+        "torch": torch.__version__,
+        "the placement": str(programs.placement.ranks),
+        "where the model is cut": str(cuts),
+        "recompute": str(sorted(programs.recomputed)),
+        "the model (a checksum of its names and shapes)": f"{zlib.crc32(str(shapes).encode()):08x}",
+    }
+
+
+def _weights(made: Split) -> str:
+    """A checksum of some numbers of every weight, to tell models apart that were initialised differently."""
+    checksum = 0
+    for parameter in made.root.parameters():
+        if parameter.device.type == "cpu" and parameter.layout is torch.strided and parameter.numel():
+            corner = parameter.detach().flatten()[:4].double()
+            checksum = zlib.crc32(corner.numpy().tobytes(), checksum)
+    return f"{checksum:08x}"
+
+
+def _check_loss(made: Split, ties: Ties, rule: LossRule) -> None:
+    last = {id(each) for unit in made.stages[-1] for each in unit.module.parameters()}
+    whole = {id(each): name for name, each in made.root.named_parameters()}
+    for each in rule.parameters:
+        if id(each) in whole and id(each) not in last and not ties.is_copy(each):
+            raise SplitError(
+                f"the loss function uses {whole[id(each)]!r}, a weight of an earlier stage, which is in another "
+                "process",
+                "make it a module that holds the weight, loss_fn.weight = layer.weight: then it is tied to it",
+            )
 
 
 def check_num_ranks(given: int | None, num_ranks: int) -> None:

@@ -51,3 +51,26 @@ def test_another_number_of_processes_than_ranks(tmp_path):
     assert ranks.wait() == [1, 1]
     assert "there are 2 processes, but the schedule puts 3 stages on 3 ranks" in ranks.output(0)
     assert "run all ranks as threads of each process with transport='local'" in ranks.output(1)
+
+
+def test_models_that_differ_are_told(tmp_path):
+    ranks = start(ways.makes_its_own_model, 2, tmp_path, [1, 2], [[2], [2]])
+    all_pass(ranks)
+    assert "PipeloomWarning: the processes made models with different weights" in ranks.output(0)
+    assert "different weights" not in ranks.output(1)
+
+
+def test_models_that_are_cut_differently_are_refused(tmp_path):
+    ranks = start(ways.makes_its_own_model, 2, tmp_path, [1, 1], [[2], [3]])
+    assert ranks.wait() == [1, 1]
+    for rank in range(2):
+        assert (
+            "where the model is cut is [['0', '1'], ['2', '3']] on rank 0, but [['0', '1', '2'], ['3']] on rank 1"
+            in (ranks.output(rank))
+        )
+
+
+def test_a_loss_over_a_weight_of_another_process_is_refused(tmp_path):
+    ranks = start(ways.loss_uses_a_weight_elsewhere, 2, tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "the loss function uses '0.weight', a weight of an earlier stage" in ranks.output(1)

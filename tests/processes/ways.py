@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -157,3 +158,17 @@ class Narrowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, num_columns) → (B, WIDTH)."""
         return self.linear(x)
+
+
+def makes_its_own_model(seeds: list[int], cuts: list[list[int]]) -> None:
+    """Each rank from a seed, and with cuts, of its own."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(seeds[rank])
+    pl.Pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), cuts=cuts[rank])
+
+
+def loss_uses_a_weight_elsewhere() -> None:
+    """A closure over the first layer's weight."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weight = model[0].weight
+    pl.Pipeline(model, num_stages=2, loss_fn=lambda output: (output @ weight).sum())

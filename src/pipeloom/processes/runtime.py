@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.errors import NonFiniteLoss, PeerFailed
+from pipeloom.errors import NonFiniteLoss, PeerFailed, PipeloomWarning, ProcessError
 from pipeloom.ir import Placement, Schedule
 from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
 from pipeloom.processes.direct import Direct
@@ -106,6 +108,35 @@ class DistributedRuntime:
         self._collective.on_stall = lambda _, what: self._stalls.cause(what, limit_s)
         self._ending = Ending(mesh, self._failures)
         mesh.start()
+
+    def meet(self, facts: Mapping[str, str], weights: str) -> None:
+        """Compare what must be the same on all ranks, once, before the first step.
+
+        Args:
+            facts: by what they are.
+            weights: of the model as this process made it; others may differ, with a warning.
+
+        Raises:
+            ProcessError: a fact is not the same everywhere.
+        """
+        said = json.dumps({"facts": dict(facts), "weights": weights}).encode()
+        parts = [json.loads(each) for each in self.all_gather(said, "the start")]
+        for rank, part in enumerate(parts):
+            for what, value in parts[0]["facts"].items():
+                if part["facts"][what] != value:
+                    raise ProcessError(
+                        f"{what} is {value} on rank 0, but {part['facts'][what]} on rank {rank}; all ranks of a "
+                        "pipeline make the same one",
+                        "start every process with the same program, options and environment",
+                    )
+        if self.rank == 0 and len({part["weights"] for part in parts}) > 1:
+            warnings.warn(
+                "the processes made models with different weights; each stage keeps those of its own rank, and tied "
+                "weights those of the first stage that uses them, so two runs will differ: call torch.manual_seed(...) "
+                "before making the model",
+                PipeloomWarning,
+                stacklevel=4,  # the caller of Pipeline()
+            )
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
         """Run this rank's program of one step or evaluation; `agree` has to follow.
@@ -224,7 +255,7 @@ class DistributedRuntime:
         self._control = Control(self.num_ranks)
         self._collective.epoch = self._number
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
-        checksum = zlib.crc32(schedule.digest.encode())
+        checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index}".encode())
         self._transport.begin(schedule, Call(self._number, checksum, _checksum(context)))
 
     def _scopes(self, loss: StepLoss) -> dict[int, GradientScope]:

@@ -160,7 +160,8 @@ def _tensor(lying: Lying, stretch: Stretch, memory: Sequence[Tensor]) -> Tensor:
 
 def _sendable(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_quantized:
-        kind = f"a {tensor.layout} tensor" if type(tensor) is Tensor else f"a {type(tensor).__name__}"
+        of = "quantized" if tensor.is_quantized else tensor.layout
+        kind = f"a {of} tensor" if type(tensor) is Tensor else f"a {type(tensor).__name__}"
         raise BatchError(
             f"a stage handed on {kind}; between processes plain dense tensors can travel",
             "return a dense tensor (x.to_dense(), x.to_local()), or cut where it does not cross",

@@ -113,7 +113,8 @@ class RankHandlers:
         kept, buffers = self._sources.pop(place)
         with frozen_buffers(self._stages[action.stage].module, buffers):
             self._held[place], _message = self._run(action, kept.as_it_was())
-        kept.check_untouched()
+        if self._input_uses[action.stage].is_reading:  # or it may have been this forward that wrote
+            kept.check_untouched()
 
     def backward(self, action: Action, given: tuple[Gradients, ...]) -> Gradients | None:
         """B: gradients of the parameters, and of the input for the stage before."""
