@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes, fault: str) -> No
 
 def test_missing_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read .*a\.json: No such file"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "a.json")
+    with pytest.raises(CheckpointError, match=r"a\.json is damaged: it is no file"):
         read_json(tmp_path / "a.json")
 
 

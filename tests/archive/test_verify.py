@@ -70,6 +70,15 @@ def test_damage_to_any_file_is_refused_by_its_name(
     refused(checkpoint, f"{name} is (damaged|truncated|too long|missing)|cannot read .*{name}")
 
 
+@pytest.mark.parametrize("name", [*SHARDS, "training.json"])
+@pytest.mark.parametrize(("damage", "word"), [(halve, "truncated"), (lengthen, "too long")])
+def test_sizes_are_said(checkpoint: Path, name: str, damage: Callable[[Path], object], word: str) -> None:
+    before = (checkpoint / name).stat().st_size
+    damage(checkpoint / name)
+    after = (checkpoint / name).stat().st_size
+    refused(checkpoint, f"{name} is {word}: {after} bytes, the manifest says {before}")
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("place", [0, 9, 200, -1])
 def test_flipped_bit_is_refused_by_the_files_name(checkpoint: Path, name: str, place: int) -> None:

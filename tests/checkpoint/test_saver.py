@@ -282,6 +282,14 @@ print(saver.failed_saves, saver.saved_step, sorted(path.name for path in store.f
 """
 
 
+SLOW = """
+import time
+from pipeloom.checkpoint.parts import Part
+write = Part.write
+Part.write = lambda *rest: time.sleep(0.5) or write(*rest)
+"""
+
+
 def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, str(folder)]
@@ -346,7 +354,8 @@ def test_folder_that_became_read_only_stops_the_save(store: CheckpointStore, req
 
 
 def test_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    script = LIMITED.partition("with Saver")[0] + "Saver(store).save(snapshot(1))"
+    """Also if the disk is slower than what is left to do."""
+    script = LIMITED.partition("with Saver")[0] + SLOW + "Saver(store).save(snapshot(1))"
     done = run_script(script, tmp_path / "checkpoints")
     assert (done.returncode, done.stderr) == (0, "")
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1]

@@ -86,14 +86,11 @@ class Attempt:
             self.claim.release()
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others, and take away what was written."""
+        """Tell the others; rank 0 takes away what was written."""
         if self.claim is not None:
             remove_folder(self.folder)
             self.claim.release()
             return
-        for stage in self.own:
-            for path in self.folder.glob(f"stage-{stage:03d}.*"):
-                path.unlink(missing_ok=True)
         try:
             (self.folder / f"failed-{self.rank}").write_text(str(error), "utf-8")
         except OSError:  # not even that fits on the disk: a folder that is gone says it too

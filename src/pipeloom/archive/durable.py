@@ -61,6 +61,8 @@ def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
     Raises:
         CheckpointError: the file is missing, larger than `MOST_JSON_BYTES`, or damaged; names it.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is damaged: it is no file")
     try:
         with path.open("rb") as file:
             content = file.read(MOST_JSON_BYTES + 1)

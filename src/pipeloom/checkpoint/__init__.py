@@ -8,6 +8,7 @@ from pipeloom.archive.steps import step_of
 from pipeloom.archive.verify import faults_of, verify_folder
 from pipeloom.checkpoint.compare import check_same_model
 from pipeloom.checkpoint.merge import merge_model
+from pipeloom.checkpoint.opened import Opened
 from pipeloom.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from pipeloom.checkpoint.own_loop import group_of, load_checkpoint, save_checkpoint, snapshot_of
 from pipeloom.checkpoint.saver import Saver
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointStore",
     "Group",
     "Layout",
+    "Opened",
     "Saver",
     "Snapshot",
     "check_same_model",
