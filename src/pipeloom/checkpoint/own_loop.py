@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from pipeloom.archive.group import ALONE, Group
-from pipeloom.archive.manifest import Manifest
 from pipeloom.checkpoint.compare import check_same_model
+from pipeloom.checkpoint.opened import Opened
 from pipeloom.checkpoint.optimizer import (
     hyperparameters,
     load_hyperparameters,
@@ -23,7 +23,7 @@ from pipeloom.checkpoint.optimizer import (
     optimizer_state,
 )
 from pipeloom.checkpoint.saver import Saver
-from pipeloom.checkpoint.snapshot import Layout, Snapshot, read_snapshot, verified
+from pipeloom.checkpoint.snapshot import Layout, Snapshot
 from pipeloom.checkpoint.store import CheckpointStore, save_snapshot
 from pipeloom.errors import CheckpointError, PipeloomWarning
 
@@ -140,14 +140,10 @@ def load_checkpoint(
             optimizer, or it lacks what is asked for. Nothing is changed then.
     """
     group = group or group_of(pipe)
-    folder, manifest = _found(place, group)
-    contents, model = manifest.contents, pipe.state_dict()
-    forms = {name: record.form for name, record in contents.model.items()} | contents.values["model"]
-    forms |= {name: forms[owner] for name, owner in contents.tied.items()}
-    check_same_model(forms, model, folder, group)
-    snapshot = read_snapshot(folder, manifest, model)
-    takers = _given(scheduler, scaler)
-    _check_has(folder, snapshot.training, optimizer, takers)
+    opened, model = _opened(place, group), pipe.state_dict()
+    check_same_model(opened.forms, model, opened.folder, group)
+    snapshot, takers = opened.read(model), _given(scheduler, scaler)
+    _check_has(opened.folder, snapshot.training, optimizer, takers)
     if optimizer is not None:
         parameters = dict(pipe.named_parameters())
         load_hyperparameters(optimizer, parameters, snapshot.groups)
@@ -165,14 +161,14 @@ def _given(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Sta
     return {name: stateful for name, stateful in both.items() if stateful is not None}
 
 
-def _found(place: Place, group: Group) -> tuple[Path, Manifest]:
+def _opened(place: Place, group: Group) -> Opened:
     store = place.store if isinstance(place, Saver) else place
     if not isinstance(store, CheckpointStore):
-        return Path(store), verified(Path(store), group)
-    manifest, faults = store.newest(group)
+        return Opened.at(Path(store), group)
+    opened, faults = Opened.newest(store, group)
     for fault in faults:
         warnings.warn(f"passed over a damaged checkpoint: {fault.message}", PipeloomWarning, stacklevel=3)
-    return store.path_of(manifest.step_index), manifest
+    return opened
 
 
 def _check_has(
