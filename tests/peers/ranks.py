@@ -164,27 +164,24 @@ class Ended:
 
 
 class Processes:
-    """Processes that run the same program, with ``me`` as their rank."""
+    """Processes that run the same program, with ``me`` as their rank.
+
+    They write to files: a pipe would stay open in children that they leave behind.
+    """
 
     def __init__(self, folder, num_ranks, program):
-        self._files = [(folder / f"err{rank}").open("w+") for rank in range(num_ranks)]
+        self._folder = folder
         text = f"from tests.peers.ranks import *\nme = Process()\n{program}"
-        self._running = [
-            subprocess.Popen(
-                [sys.executable, "-c", text, str(rank), str(num_ranks), str(folder)],
-                cwd=ROOT,
-                env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
-                stdout=subprocess.PIPE,
-                stderr=self._files[rank],
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        self._running = []
+        for rank in range(num_ranks):
+            command = [sys.executable, "-c", text, str(rank), str(num_ranks), str(folder)]
+            with self._file("out", rank).open("w") as out, self._file("err", rank).open("w") as err:
+                self._running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err))
 
     def wait_until_ready(self):
-        for rank, each in enumerate(self._running):
-            line = each.stdout.readline()
-            assert line == "ready\n", self._err(rank)
+        for rank in range(len(self._running)):
+            until(lambda rank=rank: self._file("out", rank).read_text() == "ready\n")
 
     def signal(self, rank, number):
         os.kill(self._running[rank].pid, number)
@@ -194,21 +191,18 @@ class Processes:
         return together(*[lambda rank=rank: self._end(rank) for rank in range(num_ranks or len(self._running))])
 
     def stop(self):
-        for each, file in zip(self._running, self._files, strict=True):
+        for each in self._running:
             if each.poll() is None:
                 each.send_signal(signal.SIGKILL)
                 each.wait()
-            each.stdout.close()
-            file.close()
 
     def _end(self, rank):
-        each = self._running[rank]
-        each.wait(LONG_S)
-        return Ended(each.returncode, each.stdout.read(), self._err(rank), time.monotonic())
+        code = self._running[rank].wait(LONG_S)
+        at_s = time.monotonic()
+        return Ended(code, self._file("out", rank).read_text(), self._file("err", rank).read_text(), at_s)
 
-    def _err(self, rank):
-        self._files[rank].seek(0)
-        return self._files[rank].read()
+    def _file(self, name, rank):
+        return self._folder / f"{name}{rank}"
 
 
 @contextmanager

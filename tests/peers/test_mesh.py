@@ -206,7 +206,7 @@ def test_a_forked_child_does_not_keep_a_dead_parent_alive(tmp_path):
         running.wait_until_ready()
         running.signal(1, signal.SIGKILL)
         first, second = running.ended()
-    assert (first.code, first.out) == (0, "lost"), first.err
+    assert (first.code, first.out) == (0, "ready\nlost"), first.err
     assert second.code == -signal.SIGKILL
 
 
