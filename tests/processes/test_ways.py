@@ -34,6 +34,10 @@ def test_evaluation_and_the_whole_model(tmp_path):
     all_pass(start(ways.evaluates_and_is_whole_again, 3, tmp_path, 3))
 
 
+def test_what_comes_right_after_an_exchange(tmp_path):
+    all_pass(start(ways.goes_on_after_each_exchange, 4, tmp_path, 4))
+
+
 def test_the_next_step_after_a_failed_one(tmp_path):
     all_pass(start(ways.goes_on_after_a_failed_step, 3, tmp_path, 3))
 

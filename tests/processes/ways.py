@@ -172,3 +172,16 @@ def loss_uses_a_weight_elsewhere() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[0].weight
     pl.Pipeline(model, num_stages=2, loss_fn=lambda output: (output @ weight).sum())
+
+
+def goes_on_after_each_exchange(num_ranks: int) -> None:
+    """A step right after what the others may still be receiving, and an end right after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(num_ranks)))
+    pipe = pl.Pipeline(model, num_stages=num_ranks, num_microbatches=2, loss_fn=nn.functional.mse_loss)
+    inputs = torch.ones(4, 200)
+    for _ in range(5):
+        assert pipe(inputs, broadcast_output=True).shape == (4, 200)
+        pipe.step(inputs, target=inputs)
+    assert len(pipe.full_state_dict(to=1)) == (2 * num_ranks if pipe.group.rank == 1 else 0)
+    pipe.close()

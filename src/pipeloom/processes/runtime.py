@@ -213,16 +213,17 @@ class DistributedRuntime:
         return value if self.rank == last else unflatten(list(parts[0].leaves), flatten(parts[0].form)[1])
 
     def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
-        """Send to all receivers but this rank, then receive what came from others."""
+        """Send to all receivers but this rank, then receive what came from others; nobody leaves before all have it."""
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges} after {self._what}".encode()
         if self.rank in senders:
             for peer in receivers:
                 if peer != self.rank:
                     self._post.give(peer, key, parcel)
-        if self.rank not in receivers:
-            return []
-        return [self._post.get(peer, key) for peer in senders if peer != self.rank]
+        parts = [self._post.get(peer, key) for peer in senders if peer != self.rank] if self.rank in receivers else []
+        self.all_gather(b"", key.decode())
+        self._post.settle()
+        return parts
 
     def wait_for_late_ranks(self) -> None:
         """Nothing is ever late: a call ends in the thread that made it."""
@@ -249,11 +250,11 @@ class DistributedRuntime:
 
     def _begin(self, schedule: Schedule, context: StepContext) -> None:
         self._failures.forget()
+        self._number += 1  # first: the calls are counted alike on a rank that hears of a failure before it begins
+        self._collective.epoch = self._number
         self._failures.check()
-        self._number += 1
         self._is_inside, self._since_s = True, time.monotonic()
         self._control = Control(self.num_ranks)
-        self._collective.epoch = self._number
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
         checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index}".encode())
         self._transport.begin(schedule, Call(self._number, checksum, _checksum(context)))
