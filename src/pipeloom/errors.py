@@ -16,6 +16,7 @@
     ├── RuntimeStateError        a pipeline used when it cannot be
     ├── DrawError                random numbers that would depend on who runs a unit
     ├── ProcessError             processes that do not find each other, or do not do the same
+    │   └── SaidElsewhere        another rank has found what is wrong, and says it
     ├── PeerFailed               another process failed, was killed, stalled or ended: `cause` says which and where
     ├── ConfigError              configuration of `pipeloom train`
     ├── DataError                training text that is missing or cannot be read
@@ -108,6 +109,10 @@ class DrawError(PipeloomError, RuntimeError):
 
 class ProcessError(PipeloomError, RuntimeError):
     """Processes that do not find each other, or do not do the same."""
+
+
+class SaidElsewhere(ProcessError):
+    """Another rank has found what is wrong; it says so, and this one ends without a word."""
 
 
 class PeerFailed(PipeloomError, RuntimeError):

@@ -1,6 +1,7 @@
 """`pipeloom train` as a command: flags, exit codes, one message, and a whole run in a process of its own."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -233,7 +234,7 @@ def test_own_model_with_another_output_is_refused(capsys, monkeypatch):
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 130)])
-def test_a_run_that_was_interrupted_has_a_code_of_its_own(is_finished, code, monkeypatch):
-    monkeypatch.setattr("pipeloom.train.job.train", lambda layers, console, **options: is_finished)
+@pytest.mark.parametrize(("number", "code"), [(0, 0), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_was_stopped_has_a_code_of_its_own(number, code, monkeypatch):
+    monkeypatch.setattr("pipeloom.train.job.train", lambda layers, console, **options: number)
     assert cli.main(["train"]) == code

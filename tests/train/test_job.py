@@ -15,7 +15,7 @@ from pipeloom import Pipeline
 from pipeloom.checkpoint import CheckpointStore, Snapshot
 from pipeloom.errors import ConfigError, DataError, NonFiniteLoss, SplitError, UnknownSchedule
 from pipeloom.train.config import Layer
-from pipeloom.train.job import noted_interrupt, train
+from pipeloom.train.job import train
 from pipeloom.train.loop import Loop
 
 
@@ -24,8 +24,8 @@ def one_thread_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def run(layer: Layer, is_terminal: bool = False, **options: Any) -> tuple[bool, str]:
-    """Whether it finished, and what was printed."""
+def run(layer: Layer, is_terminal: bool = False, **options: Any) -> tuple[int, str]:
+    """The signal that stopped it, and what was printed."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=is_terminal, width=120)
     flags = Layer("command line", {section: values for section, values in options.pop("flags", {}).items()})
@@ -46,9 +46,9 @@ def assert_same_state(first: Snapshot, second: Snapshot) -> None:
 
 
 def test_run_prints_its_configuration_figures_and_margin(layer: Layer) -> None:
-    is_finished, printed = run(layer)
+    number, printed = run(layer)
     lines = printed.splitlines()
-    assert is_finished
+    assert number == 0
     assert lines[0].startswith('model = { factory = "pipeloom.train.gpt:gpt", num_layers = 2')
     assert [line.split()[1] for line in lines if line.startswith("step: ") and "grad_norm" in line] == [
         "1",
@@ -79,8 +79,8 @@ def test_stopped_and_resumed_is_bit_equal(layer: Layer, dropout: float) -> None:
     run(layer, flags={"model": {"dropout": dropout}})
     apart = {"model": {"dropout": dropout}, "train": {"folder": "apart"}}
     run(layer, flags=apart, stop_after=3)
-    is_finished, printed = run(layer, flags={"train": {"folder": "apart"}}, resume="")
-    assert is_finished
+    number, printed = run(layer, flags={"train": {"folder": "apart"}}, resume="")
+    assert number == 0
     assert "run: apart, from step 3" in printed
     assert_same_state(snapshot_at("run", 6), snapshot_at("apart", 6))
 
@@ -110,46 +110,26 @@ def test_resuming_an_earlier_checkpoint_repeats_the_later_one(layer: Layer) -> N
     assert_same_state(before, snapshot_at("run", 6))
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGINT, "interrupted after step 2; "), (signal.SIGTERM, "terminated after step 2; ")]
+)
+def test_signal_saves_and_says_how_to_go_on(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, word: str
+) -> None:
     step = Loop.step
 
     def interrupted_step(loop: Loop) -> Any:
         if loop.step_index == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return step(loop)
 
     monkeypatch.setattr(Loop, "step", interrupted_step)
-    is_finished, printed = run(layer)
-    assert not is_finished
-    assert "interrupted after step 2; saved " in printed
-    assert "continue with: pipeloom train --resume " in printed
+    stopped_by, printed = run(layer)
+    assert stopped_by == number
+    last, hint = printed.splitlines()[-2:]
+    assert last.startswith(f"{word}saved ")
+    assert hint.startswith("continue with: pipeloom train --resume ")
     snapshot_at("run", 2)
-
-
-def test_second_ctrl_c_interrupts_at_once() -> None:
-    def twice() -> None:
-        with noted_interrupt() as interrupt:
-            signal.raise_signal(signal.SIGINT)
-            assert interrupt.is_set()
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        twice()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_other_threads_get_no_signals() -> None:
-    seen: list[object] = []
-
-    def note() -> None:
-        with noted_interrupt() as interrupt:
-            seen.extend([signal.getsignal(signal.SIGINT), interrupt.is_set()])
-
-    thread = threading.Thread(target=note)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT), False]
 
 
 def test_stop_after_leaves_the_schedule_alone(layer: Layer) -> None:
@@ -170,8 +150,8 @@ def test_stop_after_leaves_the_schedule_alone(layer: Layer) -> None:
 )
 def test_resumed_run_with_nothing_left_says_so(layer: Layer, stops: tuple[int | None, int | None], note: str) -> None:
     _, first = run(layer, stop_after=stops[0])
-    is_finished, printed = run(layer, resume="", stop_after=stops[1])
-    assert is_finished
+    number, printed = run(layer, resume="", stop_after=stops[1])
+    assert number == 0
     assert "note: " not in first
     assert note in printed.splitlines()
 

@@ -1,7 +1,7 @@
 """The loop: the rate, the optimizer, and a resumed run that is the same run."""
 
 import contextlib
-import threading
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +171,7 @@ def test_checkpoint_of_another_text_is_refused(make_loop: MakeLoop) -> None:
 def test_run_reports_saves_and_evaluates_when_due(make_loop: MakeLoop) -> None:
     records: list[Record] = []
     loop = make_loop(records=records)
-    loop.run(5, threading.Event())
+    loop.run(5)
     assert [r.step for r in records if isinstance(r, StepRecord)] == [1, 2, 3, 4, 5]
     assert [r.step for r in records if isinstance(r, HeldOutRecord)] == [0, 3, 5]
     assert loop.store is not None
@@ -181,28 +181,26 @@ def test_run_reports_saves_and_evaluates_when_due(make_loop: MakeLoop) -> None:
 def test_nothing_is_done_twice_at_the_end(make_loop: MakeLoop) -> None:
     records: list[Record] = []
     loop = make_loop(records=records)
-    loop.run(3, threading.Event())
-    loop.run(3, threading.Event())
+    loop.run(3)
+    loop.run(3)
     assert [r.step for r in records if isinstance(r, HeldOutRecord)] == [0, 3]
     assert loop.saved_step == 3
 
 
-def test_interrupt_saves_and_stops_after_the_step(make_loop: MakeLoop) -> None:
-    interrupt = threading.Event()
+def test_signal_saves_and_stops_after_the_step(make_loop: MakeLoop) -> None:
     loop = make_loop()
-    loop.sink = lambda record: interrupt.set() if record.step == 2 else None
-    loop.run(6, interrupt)
+    loop.sink = lambda record: loop.stop.note(signal.SIGTERM) if record.step == 2 else None
+    loop.run(6)
     assert loop.step_index == loop.saved_step == 2
     assert loop.evaluation is not None
     assert loop.evaluation.step == 0
 
 
-def test_interrupt_before_the_first_step_does_nothing(make_loop: MakeLoop) -> None:
-    interrupt = threading.Event()
-    interrupt.set()
+def test_signal_before_the_first_step_does_nothing(make_loop: MakeLoop) -> None:
     records: list[Record] = []
     loop = make_loop(records=records)
-    loop.run(6, interrupt)
+    loop.stop.note(signal.SIGINT)
+    loop.run(6)
     assert records == []
     assert loop.store is not None
     assert loop.store.steps() == []
@@ -227,7 +225,7 @@ def test_failed_save_is_counted_and_training_goes_on(make_loop: MakeLoop, monkey
     with monkeypatch.context() as patch:
         patch.setattr("pipeloom.archive.shard.write_new", full_disk)
         with pytest.warns(PipeloomWarning, match=r"step-000003: .*No space left"):
-            loop.run(5, threading.Event())
+            loop.run(5)
     assert loop.store is not None
     assert (loop.store.steps(), loop.saved_step) == ([5], 5)
     assert [r.failed_saves for r in records if isinstance(r, StepRecord)][-1] == 1
@@ -237,7 +235,7 @@ def test_last_save_that_fails_is_an_error(make_loop: MakeLoop, monkeypatch: pyte
     loop = make_loop()
     monkeypatch.setattr("pipeloom.archive.shard.write_new", full_disk)
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-000002: .*No space left"):
-        loop.run(2, threading.Event())
+        loop.run(2)
     assert loop.store is not None
     assert loop.store.steps() == []
 
@@ -246,7 +244,7 @@ def test_saved_state_is_that_of_its_step(make_loop: MakeLoop) -> None:
     """Training goes on while it is written."""
     straight, loop = make_loop(), make_loop()
     take_steps(straight, 3)
-    loop.run(5, threading.Event())
+    loop.run(5)
     assert loop.store is not None
     saved = load_snapshot(loop.store.path_of(3))
     slots = {f"{n}/{slot}": t for n, state in saved.optimizer.items() for slot, t in state.items()}
@@ -265,7 +263,7 @@ def test_checkpoint_of_ones_own_loop_goes_on_in_it(make_loop: MakeLoop, tmp_path
 def test_no_store_saves_nothing(make_loop: MakeLoop, tmp_path: Path) -> None:
     loop = make_loop()
     loop.store = None
-    loop.run(4, threading.Event())
+    loop.run(4)
     assert loop.saved_step == 0
     assert not (tmp_path / "checkpoints").exists()
 

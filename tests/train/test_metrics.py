@@ -113,7 +113,8 @@ def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pyt
 class RecordingWriter:
     """What tensorboard's SummaryWriter is to us."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.purge_step = purge_step
         self.scalars: dict[str, tuple[float, int]] = {}
         WRITERS.append((folder, self))
 
@@ -134,11 +135,11 @@ def test_tensorboard_gets_a_curve_for_each_figure(tmp_path: Path, monkeypatch: p
     module = ModuleType("torch.utils.tensorboard")
     vars(module).update(SimpleNamespace(SummaryWriter=RecordingWriter).__dict__)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with tensorboard(tmp_path / "events") as sink:
+    with tensorboard(tmp_path / "events", 2) as sink:
         sink(step_record(3))
         sink(HELD_OUT)
     folder, writer = WRITERS.pop()
-    assert folder == str(tmp_path / "events")
+    assert (folder, writer.purge_step) == (str(tmp_path / "events"), 3)
     assert writer.scalars["step/loss"] == (2.34567, 3)
     assert writer.scalars["held_out/bigram_loss"] == (2.25, 10)
     assert "closed" in writer.scalars

@@ -83,8 +83,8 @@ def test_folder_that_cannot_be_made_is_named() -> None:
 def test_every_way_to_name_the_newest_checkpoint(resume: str) -> None:
     make_run("run", 2, 4, steps=6)
     start = find_start(resume, flags(folder="run") if resume == "" else [])
-    assert start.snapshot is not None
-    assert (start.snapshot.step_index, start.folder.resolve()) == (4, Path("run").resolve())
+    assert start.checkpoint is not None
+    assert (start.checkpoint.step_index, start.folder.resolve()) == (4, Path("run").resolve())
     assert start.config.train.steps == 6
 
 
@@ -106,8 +106,8 @@ def test_flags_win_over_the_saved_configuration() -> None:
 def test_damaged_newest_is_passed_over_with_a_note() -> None:
     damage(make_run("run", 2, 4), 4)
     start = find_start("run", [])
-    assert start.snapshot is not None
-    assert start.snapshot.step_index == 2
+    assert start.checkpoint is not None
+    assert start.checkpoint.step_index == 2
     assert "passed over a damaged checkpoint: run/checkpoints/step-000004/stage-000.safetensors" in start.notes[0]
 
 
@@ -145,7 +145,7 @@ def test_loose_checkpoint_starts_a_run_of_its_own() -> None:
     make_run("run", 2).path_of(2).rename("step-000002")
     start = find_start("step-000002", [])
     assert start.folder.parent == Path("runs")
-    assert start.snapshot is not None
+    assert start.checkpoint is not None
 
 
 def test_changed_configuration_is_saved_beside_the_first() -> None:
@@ -180,7 +180,7 @@ def test_nothing_to_continue_is_said(resume: str, message: str) -> None:
 
 def test_checkpoint_of_another_loop_is_refused() -> None:
     store_of(Path("other")).save(Snapshot(2, {"w": torch.ones(1)}, {}, {"seed": 0, "extra": None}))
-    with pytest.raises(CheckpointError, match="step 2 in other was not saved by pipeloom train") as caught:
+    with pytest.raises(CheckpointError, match="the checkpoint other/checkpoints/step-000002 was not saved by pipeloom train") as caught:
         find_start("other", [])
     assert "load_checkpoint" in str(caught.value.hint)
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from pipeloom.cli.codes import CLOSED_PIPE, INTERRUPTED, WRONG_VALUE
+from pipeloom.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED, WRONG_VALUE
 from pipeloom.cli.terminal import close_quietly, print_error, write_anything
-from pipeloom.errors import PipeloomError, near
+from pipeloom.errors import PeerFailed, PipeloomError, near
 
 COMMANDS = {
     "show": "draw and describe a schedule",
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `pipeloom` with these arguments, by default those of the process.
 
     Returns:
-        0; 2 after a wrong value, with one message on stderr; 130 after Ctrl-C; 141 if nobody reads the output.
+        0; 1 after the failure of another rank; 2 after a wrong value, with one message on stderr; 130 after Ctrl-C;
+        141 if nobody reads the output.
     """
     write_anything(sys.stdout)
     try:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except PipeloomError as error:
         print_error(error.message, error.hint)
-        return WRONG_VALUE
+        return FAILED if isinstance(error, PeerFailed) else WRONG_VALUE
     except BrokenPipeError:
         close_quietly(sys.stdout)
         return CLOSED_PIPE

@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -141,6 +141,34 @@ def resolve(layers: Sequence[Layer]) -> TrainingConfig:
         raise _config_error(error.errors()[0], layers) from None
     _check_together(config)
     return config
+
+
+def with_processes(layers: Sequence[Layer], num_processes: int | None) -> list[Layer]:
+    """Cut the model for as many ranks as there are processes, if nothing else is asked for.
+
+    Args:
+        layers: of file and flags.
+        num_processes: that a launcher starts; None without one.
+
+    Raises:
+        ConfigError: another number of stages is asked for than there are processes; names both.
+    """
+    if num_processes is None:
+        return list(layers)
+    tables = [(layer.origin, layer.values.get("pipeline")) for layer in layers]
+    given = [(origin, str(table["num_stages"])) for origin, table in tables if _asks_for_stages(table)]
+    if num_processes > 1 and given and given[-1][1] != str(num_processes):
+        origin, num_stages = given[-1]
+        raise ConfigError(
+            f"{origin}: pipeline.num_stages is {num_stages}, but there are {num_processes} processes; "
+            "each of them holds one stage",
+            f"start as many processes as stages, or leave pipeline.num_stages out: it is then {num_processes}",
+        )
+    return [Layer("the number of processes", {"pipeline": {"num_stages": num_processes}}), *layers]
+
+
+def _asks_for_stages(table: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(table, Mapping) and "num_stages" in table
 
 
 def read_config_file(path: Path) -> Layer:

@@ -7,6 +7,7 @@ the whole training text is the strongest model with one byte of context, and tak
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +24,7 @@ from pipeloom.train.metrics import HeldOutRecord
 Precision = Callable[[], contextlib.AbstractContextManager[object]]
 _BACKOFF_COUNT = 16.0  # how many observations single-byte frequencies weigh in each context
 _WINDOWS_AT_ONCE = 64
+_TOTAL = struct.Struct("<d")
 
 
 class HeldOut:
@@ -40,10 +42,11 @@ class HeldOut:
         self._precision = precision
 
     def evaluate(self, pipe: Pipeline, step: int) -> HeldOutRecord:
-        """Score the model as it stands; leaves it in training mode."""
+        """Score the model as it stands; leaves it in training mode. Collective: every rank gets the record."""
         starts = range(0, len(self._inputs), _WINDOWS_AT_ONCE)
         total = sum(self._loss_sum(pipe, slice(start, start + _WINDOWS_AT_ONCE)) for start in starts)
-        loss = total / self._targets.numel()
+        everyones = pipe.group.all_gather(_TOTAL.pack(total), f"the held-out loss after step {step}")
+        loss = sum(_TOTAL.unpack(each)[0] for each in everyones) / self._targets.numel()
         return HeldOutRecord(step, loss, self._bigram_loss, self._bigram_loss - loss)
 
     def probe(self, pipe: Pipeline) -> None:
@@ -55,6 +58,8 @@ class HeldOut:
         with self._precision():
             logits = pipe(self._inputs[chosen])
         pipe.train()
+        if logits is None:  # the last stage is on another rank
+            return 0.0
         return float(cross_entropy(logits, self._targets[chosen], reduction="sum"))
 
 

@@ -1,84 +1,107 @@
-"""`pipeloom train` from its configuration to its last line: assemble the parts, run, say how it went."""
+"""`pipeloom train` from its configuration to its last line: assemble the parts, run, say how it went.
+
+Every rank comes through here. What only one may do (choosing the folder, writing into it, talking) the first one does,
+and what can go wrong goes wrong on all of them together.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import threading
+import warnings
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from rich.console import Console
+from torch import nn
 
+from pipeloom.errors import DataError, PipeloomWarning
 from pipeloom.pipeline import Pipeline
 from pipeloom.train.batches import Batches, held_out_windows
-from pipeloom.train.config import Layer, TrainingConfig, to_toml
+from pipeloom.train.config import Layer, TrainingConfig, to_toml, with_processes
 from pipeloom.train.corpus import Corpus, load_corpus
 from pipeloom.train.factory import build_model
 from pipeloom.train.held_out import HeldOut, Precision, bigram_loss, next_byte_loss
 from pipeloom.train.loop import Loop, make_optimizer
 from pipeloom.train.metrics import Record, Sink, json_lines, lines, live_bar, say, tensorboard
-from pipeloom.train.run_folder import Start, find_start, prepare_folder
+from pipeloom.train.run_folder import METRICS, Start, find_start, prepare_folder
+from pipeloom.train.stop import Stop
+from pipeloom.train.together import Job, NoJob, find_job, from_first, gathered, num_started, together
+
+_OF_ONE: Final = (signal.SIGINT, signal.SIGTERM)
+_OF_RANKS: Final = (*_OF_ONE, signal.SIGHUP)
 
 
 def train(
     layers: Sequence[Layer], console: Console, *, resume: str | None = None, stop_after: int | None = None
-) -> bool:
+) -> int:
     """Run or continue a training run; what is wrong with the input is found before a folder is made.
+
+    Where torchrun, or `pipeloom train --launch`, has started several processes, all of them call this.
 
     Args:
         layers: configuration from files and flags.
-        console: where progress is shown.
+        console: where progress is shown, by the first rank.
         resume: as for `find_start`.
         stop_after: the step at which to stop, if not at the last.
 
     Returns:
-        False if Ctrl-C stopped it.
+        The number of the signal that stopped it, or 0.
 
     Raises:
-        PipeloomError: whatever the user can put right.
+        PipeloomError: whatever the user can put right; where several processes train, `SaidElsewhere` on all but one.
+        PeerFailed: another rank failed.
     """
-    start = find_start(resume, layers)
+    job, stop = find_job(), Stop()
+    if job.rank:
+        console = Console(quiet=True)
+        warnings.simplefilter("ignore", PipeloomWarning)  # what there is to warn of, the first rank warns of
+    start = find_start(resume, with_processes(layers, num_started()), job, job.remembered())
+    job.remember(start.origin)
     config = start.config
-    # Each rank is a thread already, and bits depend on how many threads share one operation.
+    # Each rank is a thread or a process already, and bits depend on how many threads share one operation.
     torch.set_num_threads(config.train.threads)
-    corpus = load_corpus(config.data.paths, config.data.held_out_fraction, config.model.sequence_length)
-    with noted_interrupt() as interrupt, contextlib.closing(_pipeline(config)) as pipe:
-        loop = _loop(start, corpus, pipe)
-        notes = (*start.notes, *prepare_folder(start), *_nothing_left(start, stop_after))
-        _introduce(console, start, corpus, pipe, notes)
-        with _sinks(start, console) as loop.sink:
-            loop.run(min(config.train.steps, stop_after or config.train.steps), interrupt)
-    _conclude(console, loop, interrupt.is_set())
-    return not interrupt.is_set()
+    corpus = _corpus(job, config)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.listening(*(_OF_RANKS[:1] if job.num_ranks > 1 else _OF_ONE)))
+        model, pipe = together(job, "the pipeline", lambda: _pipeline(config))
+        stack.enter_context(pipe)
+        # Until now a launcher that ends this rank meets nobody who would mind.
+        stack.enter_context(stop.listening(*(_OF_ONE if num_started() is None else _OF_RANKS)))
+        stop.group = pipe.group
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        loop = together(pipe.group, "the start", lambda: _loop(start, corpus, pipe, stop))
+        prepared = from_first(pipe.group, "the run's folder", lambda: prepare_folder(start))
+        notes = (*start.notes, *prepared, *_nothing_left(start, stop_after))
+        _introduce(console, start, corpus, pipe, num_parameters, notes)
+        loop.sink = stack.enter_context(_sinks(start, console, pipe.group.rank))
+        loop.run(min(config.train.steps, stop_after or config.train.steps))
+    _conclude(console, loop)
+    return stop.signal
 
 
-@contextlib.contextmanager
-def noted_interrupt() -> Iterator[threading.Event]:
-    """Set the event at the first Ctrl-C, which the loop reads between steps; the second one interrupts.
+def _corpus(job: Job | NoJob, config: TrainingConfig) -> Corpus:
+    found: list[Corpus] = []
 
-    A KeyboardInterrupt in the middle of a step would leave gradients half added and a checkpoint unwritten.
-    """
-    event = threading.Event()
+    def load() -> str:
+        found.append(load_corpus(config.data.paths, config.data.held_out_fraction, config.model.sequence_length))
+        return found[0].fingerprint
 
-    def note(*_: object) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-        yield event
-        return
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    fingerprints = gathered(job, "the text", load)
+    other = next((rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]), None)
+    if other is not None:
+        raise DataError(
+            f"ranks 0 and {other} read different texts under the same names; every rank has to read the same",
+            "give all hosts the same files",
+        )
+    return found[0]
 
 
-def _pipeline(config: TrainingConfig) -> Pipeline:
-    return Pipeline(
-        build_model(config.model, config.train.seed),
+def _pipeline(config: TrainingConfig) -> tuple[nn.Module, Pipeline]:
+    model = build_model(config.model, config.train.seed)
+    pipe = Pipeline(
+        model,
         num_stages=config.pipeline.num_stages,
         schedule=config.pipeline.schedule,
         num_microbatches=config.pipeline.num_microbatches,
@@ -88,11 +111,14 @@ def _pipeline(config: TrainingConfig) -> Pipeline:
         seed=config.train.seed,
         trace=True,
     )
+    return model, pipe
 
 
-def _loop(start: Start, corpus: Corpus, pipe: Pipeline) -> Loop:
+def _loop(start: Start, corpus: Corpus, pipe: Pipeline, stop: Stop) -> Loop:
     config, length, precision = start.config, start.config.model.sequence_length, _precision(start.config)
     windows = held_out_windows(corpus.held_out, config.metrics.num_held_out_windows, length)
+    # Seconds of counting, and only the first rank's is shown.
+    baseline = bigram_loss(corpus.training, windows) if pipe.group.rank == 0 else 0.0
     loop = Loop(
         config=config,
         pipe=pipe,
@@ -101,14 +127,15 @@ def _loop(start: Start, corpus: Corpus, pipe: Pipeline) -> Loop:
             corpus.training, batch_size=config.train.batch_size, sequence_length=length, seed=config.train.seed
         ),
         fingerprint=corpus.fingerprint,
-        held_out=HeldOut(windows, bigram_loss(corpus.training, windows), precision),
+        held_out=HeldOut(windows, baseline, precision),
         precision=precision,
         sink=lambda _: None,
         store=start.store if config.checkpoint.enabled else None,
+        stop=stop,
     )
     loop.held_out.probe(pipe)
-    if start.snapshot is not None:
-        loop.restore(start.snapshot)
+    if start.checkpoint is not None:
+        loop.restore(start.checkpoint.read(pipe.state_dict()), start.checkpoint.forms)
     return loop
 
 
@@ -119,15 +146,17 @@ def _precision(config: TrainingConfig) -> Precision:
 
 
 @contextlib.contextmanager
-def _sinks(start: Start, console: Console) -> Iterator[Sink]:
-    """Open every sink as one."""
-    config, step_index = start.config, start.snapshot.step_index if start.snapshot else 0
+def _sinks(start: Start, console: Console, rank: int) -> Iterator[Sink]:
+    """Open every sink as one; on other ranks than the first there is none."""
+    if rank:
+        yield lambda _: None
+        return
+    config = start.config
     with contextlib.ExitStack() as stack:
-        sinks = [stack.enter_context(json_lines(start.folder / "metrics.jsonl"))]
+        sinks = [stack.enter_context(json_lines(start.folder / METRICS))]
         if config.metrics.tensorboard:
-            sinks.append(stack.enter_context(tensorboard(start.folder / "tensorboard")))
-        is_live = console.is_terminal
-        bar = live_bar(console, config.train.steps, step_index) if is_live else None
+            sinks.append(stack.enter_context(tensorboard(start.folder / "tensorboard", start.step_index)))
+        bar = live_bar(console, config.train.steps, start.step_index) if console.is_terminal else None
         sinks.append(stack.enter_context(bar or lines(console, config.metrics.interval_steps)))
 
         def sink(record: Record) -> None:
@@ -137,14 +166,15 @@ def _sinks(start: Start, console: Console) -> Iterator[Sink]:
         yield sink
 
 
-def _introduce(console: Console, start: Start, corpus: Corpus, pipe: Pipeline, notes: Sequence[str]) -> None:
-    num_parameters = sum(parameter.numel() for parameter in pipe.parameters())
+def _introduce(
+    console: Console, start: Start, corpus: Corpus, pipe: Pipeline, num_parameters: int, notes: Sequence[str]
+) -> None:
     trained, held_out = corpus.num_documents
     sizes = f"{len(corpus.training) / 1e6:.2f} MB to train on, {len(corpus.held_out) / 1e6:.2f} MB held out"
     say(console, to_toml(start.config).rstrip())
     say(console, f"text: {trained} + {held_out} documents, {sizes}")
-    say(console, f"model: {num_parameters / 1e6:.2f} M parameters in {pipe.num_stages} stages")
-    say(console, f"run: {start.folder}, from step {start.snapshot.step_index if start.snapshot else 0}")
+    say(console, f"model: {num_parameters / 1e6:.2f} M parameters in {pipe.num_stages} stages{_on_processes(pipe)}")
+    say(console, f"run: {start.folder}, from step {start.step_index}")
     for note in notes:
         say(console, f"note: {note}")
 
@@ -152,19 +182,26 @@ def _introduce(console: Console, start: Start, corpus: Corpus, pipe: Pipeline, n
 def _nothing_left(start: Start, stop_after: int | None) -> Iterator[str]:
     """Yield why a resumed run will not train, if it will not: its last lines look like those of one that did."""
     num_steps = start.config.train.steps
-    if start.snapshot is None or start.snapshot.step_index < min(num_steps, stop_after or num_steps):
+    if start.checkpoint is None or start.step_index < min(num_steps, stop_after or num_steps):
         return
-    reached = f"step {start.snapshot.step_index} of {num_steps} is reached, nothing is left to train"
-    is_whole = start.snapshot.step_index >= num_steps
+    reached = f"step {start.step_index} of {num_steps} is reached, nothing is left to train"
+    is_whole = start.step_index >= num_steps
     yield f"{reached}; --train.steps N goes on to step N" if is_whole else f"{reached} before --stop_after {stop_after}"
 
 
-def _conclude(console: Console, loop: Loop, is_interrupted: bool) -> None:
+def _on_processes(pipe: Pipeline) -> str:
+    return f" on {pipe.group.num_ranks} processes" if pipe.group.num_ranks > 1 else ""
+
+
+def _conclude(console: Console, loop: Loop) -> None:
     saved = f"saved {loop.store.path_of(loop.saved_step)}" if loop.store and loop.saved_step else "nothing saved"
-    if is_interrupted:
-        say(console, f"interrupted after step {loop.step_index}; {saved}")
+    if loop.stop.signal:
+        word = "interrupted" if loop.stop.signal == signal.SIGINT else "terminated"
+        say(console, f"{word} after step {loop.step_index}; {saved}")
     elif (record := loop.evaluation) is not None:
         say(console, f"held-out loss {record.held_out_loss:.4f} nats per byte; {saved}")
         say(console, f"a bigram of the same text has {record.bigram_loss:.4f}; the margin is {record.margin:.4f}")
     if loop.saved_step and loop.step_index < loop.config.train.steps:
-        say(console, f"continue with: pipeloom train --resume {loop.config.train.folder}")
+        num_ranks = loop.pipe.group.num_ranks
+        launch = f"--launch {num_ranks} " if num_ranks > 1 else ""
+        say(console, f"continue with: pipeloom train {launch}--resume {loop.config.train.folder}")

@@ -6,9 +6,10 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from threading import Event
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from pipeloom.train.batches import Batches
 from pipeloom.train.config import OptimizerConfig, TrainingConfig
 from pipeloom.train.held_out import HeldOut, Precision
 from pipeloom.train.metrics import HeldOutRecord, Sink, StepRecord, peak_memory_bytes
+from pipeloom.train.stop import Stop
 
 _RECENT_STEPS = 20
 
@@ -67,6 +69,7 @@ class Loop:
     Attributes:
         fingerprint: of the text that ``batches`` walk through.
         sink: takes the records.
+        stop: says when to stop before the last step.
         store: where checkpoints go, or None to keep none.
         step_index: completed steps.
         saved_step: the step of the newest checkpoint that is whole.
@@ -82,30 +85,31 @@ class Loop:
     precision: Precision
     sink: Sink
     store: CheckpointStore | None
+    stop: Stop = field(default_factory=Stop)
     step_index: int = 0
     saved_step: int = 0
     evaluation: HeldOutRecord | None = None
     _begun_step: int = 0
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
-    def run(self, until: int, interrupt: Event) -> None:
-        """Train up to ``until`` completed steps, or until interrupted; ends with a checkpoint.
+    def run(self, until: int) -> None:
+        """Train up to ``until`` completed steps, or until stopped; ends with a checkpoint. All ranks call it.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
         with contextlib.nullcontext() if self.store is None else self.saver:
-            if not interrupt.is_set():
-                self.evaluate()
-            while self.step_index < until and not interrupt.is_set():
+            self.stop.agree()
+            self.evaluate()
+            while self.step_index < until and not self.stop.signal:
                 self.sink(self.step())
                 if self._is_due(self.config.checkpoint.interval_steps):
                     self.save()
                 if self._is_due(self.config.metrics.held_out_interval_steps):
                     self.evaluate()
             self.save()
-            if not interrupt.is_set():
-                self.evaluate()
+            self.stop.agree()
+            self.evaluate()
         self._note_saves()
 
     def step(self) -> StepRecord:
@@ -118,6 +122,7 @@ class Loop:
         with self.precision():
             loss = self.pipe.step(inputs, target=targets)
         norm = self.pipe.clip_grad_norm_(self.config.optimizer.clip_norm)
+        self.stop.agree()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_index += 1
@@ -134,16 +139,18 @@ class Loop:
             step_s=self._recent_s[-1],
             tokens_per_s=inputs.numel() / mean_s,
             bubble_fraction=self.pipe.timeline.bubble_fraction,
-            memory_bytes=peak_memory_bytes(),
+            memory_bytes=max(self.stop.memory_bytes, peak_memory_bytes()),
             remaining_s=(self.config.train.steps - self.step_index) * mean_s,
             failed_saves=0 if self.store is None else self.saver.failed_saves,
         )
 
     def evaluate(self) -> None:
-        """Score the held-out text, once per step."""
-        if self.evaluation is None or self.evaluation.step != self.step_index:
+        """Score the held-out text, once per step, unless the run stops."""
+        is_scored = self.evaluation is not None and self.evaluation.step == self.step_index
+        if not is_scored and not self.stop.signal:
             self.evaluation = self.held_out.evaluate(self.pipe, self.step_index)
             self.sink(self.evaluation)
+            self.stop.agree()
 
     @cached_property
     def saver(self) -> Saver:
@@ -164,15 +171,19 @@ class Loop:
         training = {"position": self.batches.position, "fingerprint": self.fingerprint, "config": config}
         return Snapshot(self.step_index, self.pipe.state_dict(), optimizer, training, layout=Layout.of(self.pipe))
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot.
+    def restore(self, snapshot: Snapshot, forms: Mapping[str, Any] | None = None) -> None:
+        """Go on from a snapshot; collective.
+
+        Args:
+            snapshot: of this rank's part at least.
+            forms: what the checkpoint has of the whole model; by default that is the snapshot's.
 
         Raises:
             CheckpointError: it is of another model or of another text.
         """
         model, parameters = self.pipe.state_dict(), dict(self.pipe.named_parameters())
         place = f"the checkpoint of step {snapshot.step_index}"
-        check_same_model(snapshot.model, model, place, group_of(self.pipe))
+        check_same_model(snapshot.model if forms is None else forms, model, place, group_of(self.pipe))
         if snapshot.training["fingerprint"] != self.fingerprint:
             raise CheckpointError(
                 f"{place} was trained on another text, in which its place in the data means nothing",

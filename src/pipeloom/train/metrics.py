@@ -26,8 +26,8 @@ class StepRecord:
     """One optimizer step.
 
     ``step`` counts completed steps, this one included; ``loss`` is in nats per byte; ``grad_norm`` is before
-    clipping; ``tokens_per_s`` and ``remaining_s`` follow from recent steps; ``memory_bytes`` is the process's peak;
-    ``failed_saves`` counts checkpoints that could not be written.
+    clipping; ``tokens_per_s`` and ``remaining_s`` follow from recent steps; ``memory_bytes`` is the process's peak,
+    of several the largest; ``failed_saves`` counts checkpoints that could not be written.
     """
 
     kind: ClassVar = "step"
@@ -71,23 +71,48 @@ Sink = Callable[[Record], object]
 
 @contextlib.contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
-    """Append one object a record to ``path``; its ``kind`` is "step" or "held_out".
-
-    A run that died after its last checkpoint repeats some steps when it is resumed; a step's last line counts.
-    """
+    """Append one object a record to ``path``; its ``kind`` is "step" or "held_out"."""
     with path.open("a", encoding="utf-8", buffering=1) as file:
         yield lambda record: file.write(json.dumps({"kind": record.kind} | asdict(record)) + "\n")
 
 
+def set_repeated_aside(path: Path, step_index: int) -> None:
+    """Before a run goes on after ``step_index``: keep the lines of what it does again out of its metrics.
+
+    A run that died has gone some steps beyond its last checkpoint. Their lines are moved to ``…-set-aside.jsonl``
+    beside it, so that each step is in the file once. The held-out loss at ``step_index`` is measured again too.
+    """
+    if not path.exists():
+        return
+    kept: list[str] = []
+    repeated: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        (kept if _is_before(line, step_index) else repeated).append(line)
+    if repeated:
+        with path.with_name(f"{path.stem}-set-aside{path.suffix}").open("a", encoding="utf-8") as aside:
+            aside.writelines(line.rstrip("\n") + "\n" for line in repeated)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(kept), encoding="utf-8")
+        part.replace(path)
+
+
+def _is_before(line: str, step_index: int) -> bool:
+    try:
+        record = json.loads(line)
+        return line.endswith("\n") and int(record["step"]) < step_index + (record["kind"] == StepRecord.kind)
+    except (ValueError, TypeError, KeyError):  # the process was killed while it wrote the line
+        return False
+
+
 @contextlib.contextmanager
-def tensorboard(folder: Path) -> Iterator[Sink]:
-    """Write event files, if tensorboard is installed."""
+def tensorboard(folder: Path, step_index: int = 0) -> Iterator[Sink]:
+    """Write event files, if tensorboard is installed; what an earlier process wrote after ``step_index`` is hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         yield lambda record: None  # noqa: ARG005
         return
-    with SummaryWriter(str(folder)) as writer:
+    with SummaryWriter(str(folder), purge_step=step_index + 1) as writer:
         yield lambda record: _add_scalars(writer, record)
 
 

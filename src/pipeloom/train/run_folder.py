@@ -2,7 +2,10 @@
 
 A fixed output folder means that the second run destroys the first. Here a new run takes a folder that is
 empty or not there yet, a resumed run goes on in its own, and nothing that a run has written is overwritten:
-checkpoints later than the one that it continues from are moved aside.
+checkpoints later than the one that it continues from, and the metrics of steps that are run again, are moved aside.
+
+Where several processes train together, the first one looks around and decides, and the others are told. A run that a
+launcher starts again goes on in its own folder from the newest good checkpoint there, whatever the command line says.
 """
 
 from __future__ import annotations
@@ -14,12 +17,33 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pipeloom.checkpoint import CheckpointStore, Snapshot, load_snapshot, step_of
+from pipeloom.checkpoint import Alone, CheckpointStore, Group, Opened, step_of
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.config import Layer, TrainingConfig, resolve, to_toml
+from pipeloom.train.metrics import set_repeated_aside
+from pipeloom.train.together import from_first, together
 
 _RUNS = Path("runs")
 _CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives and what it goes on from, as the first rank found it.
+
+    Attributes:
+        folder: the run's.
+        checkpoint: the one to go on from, or None.
+        run: the run whose newest good checkpoint is the one, or None. If the run is started again and has none yet,
+            ``checkpoint`` is.
+        is_again: whether a launcher starts the run again.
+    """
+
+    folder: str
+    checkpoint: str | None = None
+    run: str | None = None
+    is_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,13 +52,15 @@ class Start:
 
     Attributes:
         config: resolved; ``config.train.folder`` is the run's folder.
-        snapshot: the state to go on from, or None.
+        checkpoint: the state to go on from, or None.
         notes: what the user should know about how it was found.
+        is_again: whether a launcher starts the run again.
     """
 
     config: TrainingConfig
-    snapshot: Snapshot | None = None
+    checkpoint: Opened | None = None
     notes: tuple[str, ...] = ()
+    is_again: bool = False
 
     @property
     def folder(self) -> Path:
@@ -46,54 +72,98 @@ class Start:
         """The run's checkpoints."""
         return store_of(self.folder)
 
+    @property
+    def step_index(self) -> int:
+        """Steps that are completed already."""
+        return self.checkpoint.step_index if self.checkpoint else 0
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What `find_start` needs to know if the run is started again."""
+        return {"folder": str(self.folder), "checkpoint": str(self.checkpoint.folder) if self.checkpoint else None}
+
 
 def store_of(folder: Path) -> CheckpointStore:
     """Return the checkpoints of the run in ``folder``."""
     return CheckpointStore(folder / "checkpoints")
 
 
-def find_start(resume: str | None, layers: Sequence[Layer]) -> Start:
-    """Resolve the configuration, and find the snapshot to go on from.
+def find_start(
+    resume: str | None,
+    layers: Sequence[Layer],
+    group: Group | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> Start:
+    """Resolve the configuration, and find the checkpoint to go on from; collective.
 
     Args:
         resume: None for a new run, a run or a checkpoint to continue, or "" for the newest one of the run in
             ``train.folder``, by default of the newest run.
         layers: configuration from files and flags; a saved run's own lies under them.
+        group: the ranks that train together; the first one's file system and layers count.
+        origin: of the same run, which is started again.
 
     Raises:
         ConfigError: a bad key or value, or a new run in a folder that is in use.
         CheckpointError: nothing to continue from, or it is damaged.
+        SaidElsewhere: another rank raises one of these.
     """
-    given = _given_folder(layers)
-    if resume is None:
-        return Start(_in_folder(resolve(layers), _unused(given or _fresh_folder())))
-    folder, snapshot, notes = _find(Path(resume)) if resume else _latest(given or _newest_run())
-    if given and given.resolve() != folder.resolve():
-        folder = _unused(given)
-    saved = Layer("the configuration of the checkpoint", _configuration(folder, snapshot))
-    return Start(_in_folder(resolve([saved, *layers]), folder), snapshot, notes)
+    group = group or Alone()
+    place = Place(**from_first(group, "the run's folder", lambda: vars(_place(resume, layers, origin))))
+    checkpoint, notes = together(group, "the checkpoint", lambda: _opened(place, group))
+
+    def resolved() -> Any:
+        under = [] if checkpoint is None else [Layer("the configuration of the checkpoint", _configuration(checkpoint))]
+        return _in_folder(resolve([*under, *layers]), Path(place.folder)).model_dump(mode="json")
+
+    config = TrainingConfig.model_validate(from_first(group, "the configuration", resolved))
+    return Start(config, checkpoint, notes, place.is_again)
 
 
 def prepare_folder(start: Start) -> tuple[str, ...]:
     """Create the run's folder, or make room in it, and save the resolved configuration there.
 
     Returns:
-        What the user should know: which checkpoints were moved aside.
+        What the user should know: what was moved aside.
     """
-    folder, text, aside = start.folder, to_toml(start.config), None
-    step_index = start.snapshot.step_index if start.snapshot else 0
+    folder, text, notes = start.folder, to_toml(start.config), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _CONFIG
         if path.exists() and path.read_text(encoding="utf-8") != text:
-            path = folder / f"config-from-step-{step_index:06d}.toml"
+            path = folder / f"config-from-step-{start.step_index:06d}.toml"
         path.write_text(text, encoding="utf-8")
         start.store.remove_remains()
-        if start.snapshot:
-            aside = start.store.set_aside_after(step_index)
+        if (start.checkpoint or start.is_again) and (aside := start.store.set_aside_after(start.step_index)):
+            notes.append(f"checkpoints after step {start.step_index} were moved to {aside}")
+        set_repeated_aside(folder / METRICS, start.step_index)
     except OSError as error:
         raise ConfigError(f"cannot use the run folder {folder}: {error}", "choose another --train.folder") from None
-    return (f"checkpoints after step {step_index} were moved to {aside}",) if aside else ()
+    return tuple(notes)
+
+
+def _place(resume: str | None, layers: Sequence[Layer], origin: Mapping[str, Any] | None) -> Place:
+    given = _given_folder(layers)
+    if origin is not None:
+        return Place(**origin, run=origin["folder"], is_again=True)
+    if resume is None:
+        resolve(layers)  # a misspelt key is said before a folder in use
+        return Place(str(_unused(given or _fresh_folder())))
+    place = _found(Path(resume)) if resume else _run(given or _newest_run())
+    if given and given.resolve() != Path(place.folder).resolve():
+        return Place(str(_unused(given)), place.checkpoint, place.run)
+    return place
+
+
+def _opened(place: Place, group: Group) -> tuple[Opened | None, tuple[str, ...]]:
+    if place.run is not None:
+        try:
+            found, faults = Opened.newest(store_of(Path(place.run)), group)
+            return found, tuple(f"passed over a damaged checkpoint: {fault.message}" for fault in faults)
+        except CheckpointError:
+            if not place.is_again:
+                raise
+    return (Opened.at(Path(place.checkpoint), group), ()) if place.checkpoint else (None, ())
 
 
 def _given_folder(layers: Sequence[Layer]) -> Path | None:
@@ -131,28 +201,27 @@ def _newest_run() -> Path:
     return max(last_save_s, key=lambda run: last_save_s[run])
 
 
-def _configuration(folder: Path, snapshot: Snapshot) -> Mapping[str, Any]:
+def _configuration(checkpoint: Opened) -> Mapping[str, Any]:
     """What of a checkpoint only `pipeloom train` saves."""
-    if {"config", "position", "fingerprint"} <= snapshot.training.keys():
-        return snapshot.training["config"]  # type: ignore[no-any-return]
+    if {"config", "position", "fingerprint"} <= checkpoint.training.keys():
+        return checkpoint.training["config"]  # type: ignore[no-any-return]
     raise CheckpointError(
-        f"the checkpoint of step {snapshot.step_index} in {folder} was not saved by pipeloom train",
+        f"the checkpoint {checkpoint.folder} was not saved by pipeloom train",
         "go on with the loop that saved it: pipeloom.checkpoint.load_checkpoint",
     )
 
 
-def _latest(folder: Path) -> tuple[Path, Snapshot, tuple[str, ...]]:
-    snapshot, faults = store_of(folder).latest_good()
-    return folder, snapshot, tuple(f"passed over a damaged checkpoint: {fault.message}" for fault in faults)
+def _run(folder: Path) -> Place:
+    return Place(str(folder), run=str(folder))
 
 
-def _find(path: Path) -> tuple[Path, Snapshot, tuple[str, ...]]:
-    """Return run folder, snapshot and notes for a checkpoint, a run, or a run's checkpoints."""
+def _found(path: Path) -> Place:
+    """Return the place that a checkpoint, a run, or a run's checkpoints are."""
     if step_of(path) is not None:
         run = path.resolve().parent.parent
-        return (run if (run / _CONFIG).exists() else _fresh_folder()), load_snapshot(path), ()
+        return Place(str(run if (run / _CONFIG).exists() else _fresh_folder()), checkpoint=str(path))
     folder = path.parent if path.name == "checkpoints" else path
     if not store_of(folder).folder.is_dir():
         hint = "give a folder like runs/NAME or runs/NAME/checkpoints/step-000200"
         raise CheckpointError(f"{path} is neither a run nor a checkpoint", hint)
-    return _latest(folder)
+    return _run(folder)

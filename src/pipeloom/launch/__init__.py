@@ -1,0 +1,8 @@
+"""`pipeloom train --launch N`: ranks as processes under torchrun's elastic agent. Importing this loads no torch.
+
+::
+
+    the launcher    agent    starts the ranks, starts them again, passes signals on
+    each rank       rank     leaves word of how it ends
+    between them    words    files in a folder that both know
+"""
