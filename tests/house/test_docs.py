@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Names below torch, attributes of its modules and tensors, and the one name that is overwritten.
 _PRIVATE = re.compile(
-    r"\btorch(\.\w+)*(\._[a-zA-Z]| import _)"
+    r"\b(torch|dist)(\.\w+)*(\._[a-zA-Z]| import _)"
     r"|\._(modules|parameters|buffers|\w+_hooks|version|cdata|schema)\b"
     r"|\.default_generators? = "
 )

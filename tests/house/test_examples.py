@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import pipeloom as pl
+from tests.processes.launch import torchrun
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -37,3 +38,11 @@ def test_own_schedule_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_lists_every_script() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def test_three_ways_end_at_the_same_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    losses = importlib.import_module("examples.three_ways").main(num_steps=40)
+    threads = capsys.readouterr().out
+    found = torchrun(4, tmp_path, [str(FOLDER / "three_ways.py")])
+    assert found.outputs == [threads, "", "", ""]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,20 @@
+"""What the pages about processes show is true of processes; `test_docs` runs the same blocks in one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes.launch import torchrun
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("processes.md", "limits.md", "migration.md")
+
+
+def test_python_blocks_run_in_four_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    pages = [str(ROOT / "docs" / page) for page in PAGES]
+    found = torchrun(4, tmp_path, [str(ROOT / "tests/house/run_page.py"), *pages])
+    assert found.code == 0, "\n".join(found.outputs)
+    for output in found.outputs:
+        assert [line for line in output.splitlines() if line.startswith("ran ")] == [f"ran {page}" for page in PAGES]
