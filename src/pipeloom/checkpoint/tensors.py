@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,8 @@ from torch import Tensor
 from pipeloom.archive.shard import DTYPES, Form
 from pipeloom.errors import CheckpointError
 
+_NAMES: Final = {getattr(torch, name): name for name in DTYPES}
+
 
 def form_of(tensor: Tensor, name: str) -> Form:
     """Return a tensor's dtype and shape.
@@ -23,9 +26,9 @@ def form_of(tensor: Tensor, name: str) -> Form:
     Raises:
         CheckpointError: a checkpoint cannot hold it: another dtype, or no dense values.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else f"{dtype}, {tensor.layout}".replace("torch.", "")
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
         raise CheckpointError(
             f"{name!r} is a tensor that cannot be saved: {what}", f"dense ones can be, of {', '.join(DTYPES)}"
         )
