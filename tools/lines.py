@@ -30,7 +30,7 @@ BUDGETS = {
     "archive": 600,
     "checkpoint": 700,
     "train": 900,
-    "launch": 250,
+    "launch": 400,
     "report": 700,
     "programs.py": 100,
     "ranks.py": 150,

@@ -308,8 +308,9 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        self._is_closed = True
+        self._ranks.runtime.close_after(error)
 
     # How it is wired.
 

@@ -16,13 +16,15 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pipeloom.launch.words import FOLDER, LAUNCHER, Ended, Words, cause_of
+from pipeloom.launch.words import FOLDER, LAUNCHER, Ended, Words
 
 HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED: Final = 1
+_BY_SIGNAL: Final = 128
 _PAUSE_S: Final = 0.05
 
 Say = Callable[[str], None]
@@ -44,7 +46,8 @@ class Launch:
     max_restarts: int
     say: Say
     _received: list[int] = field(default_factory=list)
-    _told: set[int] = field(default_factory=set)
+    _num_passed_on: int = 0
+    _attempt: int = 0
 
     def run(self) -> Ended:
         """Start the ranks and wait for their end."""
@@ -52,10 +55,17 @@ class Launch:
             words = Words(Path(place))
             os.environ |= {FOLDER: place, LAUNCHER: str(os.getpid())}
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            agent = _agent(self.command, self.num_ranks, self.max_restarts, Path(place), self.say)
+            agent = _agent(self.command, self.num_ranks, self.max_restarts, place, partial(self._begin, words))
             with self._receiving():
                 result = self._supervise(agent, words)
-            return self._ended(words, result, Path(place))
+            return self._ended(words, result)
+
+    def _begin(self, words: Words, attempt: int) -> None:
+        """Called before each attempt, from 0."""
+        if attempt and not words.is_over:
+            cause = words.cause(attempt - 1) or "a process ended without a word"
+            self.say(f"{cause}\nstarting again, {attempt} of {self.max_restarts} times")
+        self._attempt = attempt
 
     def _supervise(self, agent: Any, words: Words) -> Any:
         """Run the agent in a thread, and let no rank outlive this."""
@@ -65,55 +75,51 @@ class Launch:
         try:
             while thread.is_alive():
                 thread.join(_PAUSE_S)
-                if self._received:
-                    self._pass_on(agent, words)
+                self._pass_on(agent, words)
         finally:
-            _kill(agent)
-            thread.join()
+            if thread.is_alive():
+                words.stop()
+                _kill(agent)
+                thread.join()
         if isinstance(results[0], BaseException):
             raise results[0]
         return results[0]
 
     def _pass_on(self, agent: Any, words: Words) -> None:
-        if not self._told and not words.is_over:
-            self.say("stopping after this step; a second signal ends at once")
-        words.stop()
-        if len(self._received) > 1:
-            _kill(agent)
-        for pid in _pids(agent):
-            if pid not in self._told:
-                self._told.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        """Pass the first signal on, and kill at the second one. Ranks that start later find that they need not."""
+        for number in range(self._num_passed_on, len(self._received)):
+            if number == 0 and not words.is_over:
+                self.say("stopping after this step; a second signal ends at once")
+            words.stop()
+            _tell(agent) if number == 0 else _kill(agent)
+            self._num_passed_on += 1
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
-        previous = {number: signal.getsignal(number) for number in HANDLED}
-        for number, handler in previous.items():
-            if handler != signal.SIG_IGN:  # nohup
-                signal.signal(number, lambda number, _: self._received.append(number))
+        # What is ignored stays so: nohup.
+        numbers = [number for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {
+            number: signal.signal(number, lambda number, _: self._received.append(number)) for number in numbers
+        }
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _ended(self, words: Words, result: Any, place: Path) -> Ended:
+    def _ended(self, words: Words, result: Any) -> Ended:
+        """What all of it means: what a rank has left word of, else what the user has asked for, else a failure."""
         ended, is_failed = words.ended, bool(result.is_failed())
-        cause = cause_of(place.glob("*/attempt_*/*/error.json")) if is_failed and len(self._received) < 2 else None
-        if ended is not None and ended.message:
-            return ended
-        if cause is not None:
-            return Ended(FAILED, cause)
-        if self._received and (ended is not None or is_failed):
-            has_spoken = ended is not None and ended.code
-            return Ended(128 + self._received[0], "" if has_spoken else "stopped before all ranks could save")
-        if is_failed:
-            return Ended(FAILED, _how_ranks_ended(result))
-        return ended or Ended(0)
+        if ended is not None and ended.code:
+            is_asked_for = self._received and ended.code > _BY_SIGNAL
+            return Ended(_BY_SIGNAL + self._received[0]) if is_asked_for else ended
+        cause = words.cause(self._attempt) if is_failed and len(self._received) < 2 else None
+        if cause is None and self._received and (ended is not None or is_failed):
+            return Ended(_BY_SIGNAL + self._received[0], "stopped before all ranks could save")
+        return Ended(FAILED, cause or _how_ranks_ended(result)) if is_failed else Ended(0)
 
 
-def _agent(command: Sequence[str], num_ranks: int, max_restarts: int, place: Path, say: Say) -> Any:
+def _agent(command: Sequence[str], num_ranks: int, max_restarts: int, place: str, begin: Callable[[int], None]) -> Any:
     """torchrun's agent, as ``--standalone`` makes it."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -125,10 +131,7 @@ def _agent(command: Sequence[str], num_ranks: int, max_restarts: int, place: Pat
         """Where the output of ranks goes; asked before each attempt."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-            attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-            if attempt:
-                cause = cause_of(place.glob(f"*/attempt_{attempt - 1}/*/error.json")) or "a rank ended without a word"
-                say(f"{cause}\nstarting again, {attempt} of {max_restarts} times")
+            begin(int(envs[0]["TORCHELASTIC_RESTART_COUNT"]))
             return super().reify(envs)
 
     # The first rank has the terminal to itself, for its progress bar; all else goes through files, line by line.
@@ -145,7 +148,7 @@ def _agent(command: Sequence[str], num_ranks: int, max_restarts: int, place: Pat
         monitor_interval=_PAUSE_S,
         local_addr="127.0.0.1",
     )
-    return LocalElasticAgent(spec, Logs(str(place), tee=tee), log_line_prefix_template="[rank ${rank}] ")
+    return LocalElasticAgent(spec, Logs(place, tee=tee), log_line_prefix_template="[rank ${rank}] ")
 
 
 def _outcome(agent: Any) -> Any:
@@ -160,6 +163,13 @@ def _pids(agent: Any) -> list[int]:
     return [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
 
 
+def _tell(agent: Any) -> None:
+    """Let ranks stop: SIGTERM to them alone, not to what they have started."""
+    for pid in _pids(agent):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
 def _kill(agent: Any) -> None:
     """End what a rank has started with it: each is a session of its own."""
     for pid in _pids(agent):
@@ -168,7 +178,8 @@ def _kill(agent: Any) -> None:
 
 
 def _how_ranks_ended(result: Any) -> str:
-    rank, failure = min(result.failures.items())
+    # The agent itself has ended the others.
+    rank, failure = min(result.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[0]))
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"left with code {failure.exitcode}"
     return f"rank {rank} (pid {failure.pid}) {how}, and no rank could say why"
 

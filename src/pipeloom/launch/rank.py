@@ -58,6 +58,10 @@ def _left(words: Words, run: Callable[[], int], wrong_value: int) -> int:
             words.end(Ended(code))
     except (PeerFailed, SaidElsewhere):
         raise
+    except KeyboardInterrupt:
+        words.end(Ended(128 + signal.SIGINT))
+    except BrokenPipeError:  # nobody reads the output any more
+        words.end(Ended(128 + signal.SIGPIPE))
     except PipeloomError as error:
         words.end(Ended(wrong_value, error.message, error.hint))
     return 0

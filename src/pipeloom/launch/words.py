@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ FOLDER: Final = "PIPELOOM_LAUNCH_FOLDER"
 LAUNCHER: Final = "PIPELOOM_LAUNCHER_PID"
 _STOPPED: Final = "stopped"
 _ENDED: Final = "ended.json"
+_CAUSE: Final = re.compile(r"rank \d+, ")  # as a rank says it that is ended by a timer, and can do no more
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ class Words:
         found = _read(self.folder / _ENDED)
         return None if found is None else Ended(**found)
 
+    def cause(self, attempt: int) -> str | None:
+        """Why an attempt failed, the traceback first and the line that says it last; None if no rank could say.
+
+        What the others say of one rank is more than it says itself: it ends in who it was, and where.
+        """
+        ranks = sorted(self.folder.glob(f"*/attempt_{attempt}/*"))
+        found = [each for rank in ranks if (each := _read(rank / "error.json")) is not None]
+        for each in sorted(found, key=lambda each: not each.get("is_of_peer", False)):
+            return str(each["message"]["extraInfo"]["py_callstack"]).rstrip()
+        lines = [line for rank in ranks for line in _lines(rank / "stderr.log") if _CAUSE.match(line)]
+        return lines[-1] if lines else None
+
 
 def record_failure(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
     """Leave the cause in the file that torchrun's agent gives each rank, in the form that torchrun prints."""
@@ -79,16 +93,6 @@ def record_failure(error: BaseException, environment: Mapping[str, str] = os.env
     inner = {"message": text.rstrip().splitlines()[-1], "extraInfo": _extra(text)}
     with contextlib.suppress(OSError):
         _written(Path(path), {"message": inner, "is_of_peer": is_of_peer})
-
-
-def cause_of(files: Iterable[Path]) -> str | None:
-    """Return why ranks failed, the traceback first and the line that says it last; None if none of them could say.
-
-    What the others say of one rank is more than it says itself: it ends in who it was, and where.
-    """
-    found = [each for path in files if (each := _read(path)) is not None]
-    ordered = sorted(found, key=lambda each: not each.get("is_of_peer", False))
-    return str(ordered[0]["message"]["extraInfo"]["py_callstack"]).rstrip() if ordered else None
 
 
 def _extra(text: str) -> dict[str, str]:
@@ -107,3 +111,10 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

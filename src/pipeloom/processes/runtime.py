@@ -230,7 +230,11 @@ class DistributedRuntime:
 
     def close(self) -> None:
         """Say good-bye and close the connections."""
-        self._ending.close()
+        self.close_after(None)
+
+    def close_after(self, error: BaseException | None) -> None:
+        """Say why, if an exception of this rank's user is the reason, and close the connections."""
+        self._ending.close(error)
         self._lanes.close()
         self._post.close()
 

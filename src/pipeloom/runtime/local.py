@@ -85,6 +85,11 @@ class LocalRuntime:
         self.trace = trace
         return changes
 
+    def close_after(self, error: BaseException | None) -> None:
+        """End the threads: there is nobody to tell why."""
+        del error
+        self.close()
+
     def agree(self, verdict: Callable[[], Verdict] | None) -> Verdict | None:
         """End a call: with one process there is nobody to ask."""
         return verdict() if verdict else None

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from pipeloom.errors import DataError, PipeloomWarning
+from pipeloom.launch.together import Job, NoJob, find_job, from_first, gathered, num_started, together
 from pipeloom.pipeline import Pipeline
 from pipeloom.train.batches import Batches, held_out_windows
 from pipeloom.train.config import Layer, TrainingConfig, to_toml, with_processes
@@ -27,7 +28,6 @@ from pipeloom.train.loop import Loop, make_optimizer
 from pipeloom.train.metrics import Record, Sink, json_lines, lines, live_bar, say, tensorboard
 from pipeloom.train.run_folder import METRICS, Start, find_start, prepare_folder
 from pipeloom.train.stop import Stop
-from pipeloom.train.together import Job, NoJob, find_job, from_first, gathered, num_started, together
 
 _OF_ONE: Final = (signal.SIGINT, signal.SIGTERM)
 _OF_RANKS: Final = (*_OF_ONE, signal.SIGHUP)

@@ -19,9 +19,9 @@ from typing import Any
 
 from pipeloom.checkpoint import Alone, CheckpointStore, Group, Opened, step_of
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.launch.together import from_first, together
 from pipeloom.train.config import Layer, TrainingConfig, resolve, to_toml
 from pipeloom.train.metrics import set_repeated_aside
-from pipeloom.train.together import from_first, together
 
 _RUNS = Path("runs")
 _CONFIG = "config.toml"

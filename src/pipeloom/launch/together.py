@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from pipeloom.checkpoint import Alone, Group
+from pipeloom.archive.group import Alone, Group
 from pipeloom.errors import PeerFailed, PipeloomError, ProcessError, SaidElsewhere
 
 LIMIT_S: Final = 600.0
