@@ -56,14 +56,14 @@ def test_different_places_are_named_on_all_ranks():
 
 
 def test_a_new_epoch_drops_what_is_old():
-    def run(rank):
-        if rank.mesh.rank == 0:  # a step that only this rank has ended
-            rank.mesh.broadcast(kinds.GATHER, HEADER.pack(0, 0, 8) + b"after it" + b"old")
-        rank.collective.epoch = 1
-        return rank.collective.epoch, rank.collective.all_gather(b"new", "after it")
-
-    with ranks(2) as found:
-        assert on_all(found, run) == [(1, [b"new"] * 2)] * 2
+    with ranks(2) as (one, other):
+        other.failures.tell(Cause(1, "exception", "here", "ValueError: bad"))
+        assert isinstance(raised(lambda: one.collective.all_gather(b"old", "it")), PeerFailed)
+        for rank in (one, other):
+            rank.failures.forget()
+            rank.collective.epoch = 1
+        assert on_all([one, other], lambda rank: rank.collective.all_gather(b"new", "it")) == [[b"new"] * 2] * 2
+        assert [len(rank.collective._said) for rank in (one, other)] == [0, 0]
 
 
 def test_a_new_epoch_keeps_what_came_early():

@@ -149,6 +149,12 @@ def test_a_second_death_is_not_the_cause(tmp_path):
     assert [ends[rank].last_line for rank in (0, 1, 3)] == [BAD] * 3
 
 
+def test_who_is_ended_names_the_cause_to_the_last(tmp_path):
+    program = "if me.rank == 2:\n    try: me.gather()\n    except BaseException: pass\ntime.sleep(600)"
+    ends = run(tmp_path, 3, f"{RAISES}{program}")
+    assert [(end.code, end.last_line) for end in ends] == [(1, BAD)] * 3
+
+
 def test_sigterm_ends_as_ever_if_all_is_well(tmp_path):
     with processes(tmp_path, 1, "me.ready()\ntime.sleep(600)") as running:
         running.wait_until_ready()
@@ -188,8 +194,12 @@ def test_a_handler_of_the_users_is_left_alone(tmp_path):
     assert [(end.code, end.err) for end in run(tmp_path, 1, program)] == [(0, "")]
 
 
-def test_a_forked_child_ends_in_silence(tmp_path):
-    program = (
-        "me.gather()\nif me.rank == 0 and os.fork() == 0: sys.exit(0)\nuntil(lambda: True)\ntime.sleep(1)\nme.gather()"
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(0)", 0), ("raise ValueError('in a child')", 1)])
+def test_a_forked_child_ends_for_itself(tmp_path, end, code):
+    program = f"me.gather()\nchild = os.fork()\nif not child:\n    {end}\n"
+    program += "_, status = os.waitpid(child, 0)\nassert status >> 8 == {code}\nme.gather()".replace(
+        "{code}", str(code)
     )
-    assert [(end.code, end.err) for end in run(tmp_path, 2, program)] == [(0, "")] * 2
+    ends = run(tmp_path, 2, program)
+    assert [end.code for end in ends] == [0, 0]
+    assert [end.last_line for end in ends] == (["ValueError: in a child"] if code else [""]) * 2
