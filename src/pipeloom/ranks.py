@@ -114,8 +114,8 @@ def _weights(made: Split) -> str:
     checksum = 0
     for parameter in made.root.parameters():
         if parameter.device.type == "cpu" and parameter.layout is torch.strided and parameter.numel():
-            corner = parameter.detach().flatten()[:4].double()
-            checksum = zlib.crc32(corner.numpy().tobytes(), checksum)
+            corner = parameter.detach().flatten()[:4].resolve_conj().resolve_neg().contiguous()
+            checksum = zlib.crc32(corner.view(torch.uint8).numpy().tobytes(), checksum)
     return f"{checksum:08x}"
 
 

@@ -47,6 +47,30 @@ def test_parts_are_the_whole(is_tied):
     assert [share.layout()[rank] for rank, (_, share) in enumerate(shares())] == [list(p) for p in parts_of(shares())]
 
 
+def test_a_weight_tied_three_ways_comes_back():
+    """A rank with the second copy had no value for the third."""
+
+    def tied():
+        made = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        made[1].weight = made[2].weight = made[0].weight
+        return made
+
+    torch.manual_seed(0)
+    made = tied()
+    models = [copy.deepcopy(made) for _ in range(3)]
+    found = []
+    for rank, each in enumerate(models):
+        own = split(each, num_stages=3)
+        found.append((own.root, Share(own, Ties(own), [rank])))
+        found[-1][1].release()
+    contents = {name: each.detach().clone() for _, share in found for name, each in share.contents().items()}
+    for rank, (root, share) in enumerate(found):
+        share.fill({name: each + 1 for name, each in contents.items()})
+        share._ties.undo()
+        assert root[0].weight is root[1].weight is root[2].weight
+        assert torch.equal(root[2].weight, contents["0.weight"] + (rank > 0)), "the owner's value"
+
+
 def parts_of(found):
     return [share.state_dict() for _, share in found]
 

@@ -85,7 +85,7 @@ class Share:
         spared = self._ties.weights_of(self._stages)
         made: dict[int, Tensor] = {}
         for unit in self._units_elsewhere():
-            _replace(unit.module, lambda _, each: each if id(each) in spared else self._on_meta(each, made))
+            _replace(unit.module, lambda _, each: self._released(each, spared, made))
         self._ties.let_go(self._stages)
 
     def contents(self) -> dict[str, Tensor]:
@@ -107,9 +107,13 @@ class Share:
     def _units_elsewhere(self) -> Iterator[Unit]:
         return (u for stage, units in enumerate(self._made.stages) if stage not in self._stages for u in units)
 
-    def _on_meta(self, tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
-        """One for each tensor, and for a tied weight one for all its copies."""
+    def _released(self, tensor: Tensor, spared: Collection[int], made: dict[int, Tensor]) -> Tensor:
+        """What takes a tensor's place: one of no memory for each, and for a tied weight one for all its copies."""
         owner = self._ties.owner_of(tensor)
+        if id(tensor) in spared:
+            return tensor
+        if id(owner) in spared:  # tied to a stage that is here, and to this one
+            return owner
         if id(owner) not in made:
             empty = torch.empty_like(owner, device="meta")
             is_parameter = isinstance(owner, nn.Parameter)
