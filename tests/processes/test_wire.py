@@ -62,6 +62,16 @@ def test_views_of_one_tensor_still_share_its_memory(views):
     assert len(storages) <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_memory_that_begins_within_an_element(dtype):
+    """It came from numpy, and its numbers were read from the element before."""
+    room = torch.zeros(200, dtype=torch.uint8).numpy()
+    leaf = torch.from_numpy(room[4:].view(room.dtype)[: 8 * 20].view(str(dtype).removeprefix("torch.")))
+    leaf.copy_(torch.arange(len(leaf)))
+    assert torch.equal(sent([leaf])[0], leaf)
+    assert torch.equal(sent([leaf[1::3]])[0], leaf[1::3])
+
+
 def test_a_write_into_one_leaf_reaches_its_view():
     base = whole(torch.float32)
     found = sent([base, base[:, 2]])

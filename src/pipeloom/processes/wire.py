@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeloom.errors import BatchError
 
 CACHE_LINE = 64
+_LARGEST_ELEMENT = 16
 _SPARSENESS = 2
 """A tensor whose elements lie farther apart than this is sent without what lies between them."""
 
@@ -119,7 +120,9 @@ class _Layout:
         first = sharing[0]
         is_loose = len(sharing) == 1 and (end - start) > _SPARSENESS * first.numel() * first.element_size()
         part = first.detach().contiguous().view(-1).view(torch.uint8) if is_loose else _bytes(first, start, end)
-        phase = (first.untyped_storage().data_ptr() + start) % CACHE_LINE if end else 0
+        base = first.untyped_storage().data_ptr()
+        base -= base % _LARGEST_ELEMENT  # memory from elsewhere (numpy) may begin within an element; here it may not
+        phase = (base + start) % CACHE_LINE if end else 0
         self.stretches.append(Stretch(part.numel(), end - start, phase, first.device.type == "cpu"))
         self.memory.append(part)
         return len(self.stretches) - 1, start
