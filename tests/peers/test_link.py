@@ -163,12 +163,21 @@ def struck(call, number):
     return False
 
 
+def in_parts(link, whole):
+    link.send(1, [whole[:7], whole[7:]])
+
+
+def in_one_piece(link, whole):
+    link.send_small(1, whole)
+
+
+@pytest.mark.parametrize("send", [in_parts, in_one_piece])
 @pytest.mark.parametrize("size", [10, 5_000_000])
-def test_ctrl_c_tears_no_frame(pair, size):
+def test_ctrl_c_tears_no_frame(pair, size, send):
     sender, receiver = map(Link, pair)
     big, number = body(size), 1
     with ThreadPoolExecutor(1) as reading:
-        while struck(lambda: sender.send(1, [big[:7], big[7:]]), number):
+        while struck(lambda: send(sender, big), number):
             sender.send(2, [b"marker"])
             arriving = reading.submit(until_marker, receiver)
             flush(sender)

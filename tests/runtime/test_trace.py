@@ -13,9 +13,10 @@ SCHEDULE = pl.schedule("1f1b", num_ranks=2, num_microbatches=2)
 def recorded(starts, durations):
     trace = Trace(SCHEDULE)
     for rank, program in enumerate(SCHEDULE.programs):
+        starts_s, ends_s = trace.spans(rank)
         for position in range(len(program)):
-            start_s = starts[rank] + 10 * position
-            trace.record(rank, position, start_s, start_s + durations[rank])
+            starts_s[position] = starts[rank] + 10 * position
+            ends_s[position] = starts_s[position] + durations[rank]
     return trace.timeline()
 
 
@@ -36,7 +37,8 @@ def test_durations_are_kept(starts, durations):
 
 def test_each_step_has_its_own_trace():
     first, second = Trace(SCHEDULE), Trace(SCHEDULE)
-    first.record(0, 0, 1.0, 2.0)
+    starts_s, ends_s = first.spans(0)
+    starts_s[0], ends_s[0] = 1.0, 2.0
     assert next(iter(first.timeline())).end_s == 2.0
     assert next(iter(second.timeline())).end_s == 0.0
 

@@ -61,6 +61,11 @@ class Failures:
         return None if claim is None else claim.cause
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is known that could end a wait."""
+        return self._claim is None and not self.ended
+
+    @property
     def death(self) -> Cause | None:
         """The cause that a process is gone, if one is."""
         if not self.gone:

@@ -22,12 +22,17 @@ class Direct:
 
     Args:
         connections: by rank.
-        received: gets (peer, body) of each message, in the thread that calls `wait`.
+        received: gets (peer, body) of each message, in the thread that calls `poll` or `wait`.
+
+    Attributes:
+        unsent: the ranks whose connection has not taken all that was sent.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], received: Callable[[int, memoryview], None]) -> None:
         self._links = {peer: Link(connection) for peer, connection in connections.items()}
         self._received = received
+        self.unsent: set[int] = set()
+        self._closed: set[int] = set()
         self._selector = selectors.DefaultSelector()
         for peer, link in self._links.items():
             self._selector.register(link.connection, selectors.EVENT_READ, peer)
@@ -36,19 +41,30 @@ class Direct:
         self._wakened.setblocking(False)
         self._selector.register(self._wakened, selectors.EVENT_READ, _WAKE)
 
-    def send(self, peer: int, *parts: bytes | memoryview) -> None:
-        """Send a message; what the connection does not take at once goes out with the next call."""
-        self._links[peer].send(0, parts)
+    def send(self, peer: int, body: bytes) -> None:
+        """Send a message; what the connection does not take at once goes out while this rank waits."""
+        link = self._links[peer]
+        try:
+            link.send_small(0, body)
+        finally:  # Ctrl-C may have come between a frame's halves
+            if link.has_rest:
+                self._await_room(peer, link)
+
+    def poll(self, peer: int) -> bool:
+        """Hand over what has come from one rank, and say whether anything has."""
+        return self._receive(peer)
 
     def wait(self, limit_s: float) -> bool:
         """Hand over what has come; if nothing has, wait for it or for `wake`, and say whether something happened."""
-        self._flush()
         events = self._selector.select(limit_s)
-        for key, _ in events:
+        for key, mask in events:
             if key.data == _WAKE:
                 with contextlib.suppress(BlockingIOError):
                     self._wakened.recv(4096)
-            else:
+                continue
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if mask & selectors.EVENT_READ:
                 self._receive(key.data)
         return bool(events)
 
@@ -65,15 +81,29 @@ class Direct:
         self._waker.close()
         self._wakened.close()
 
-    def _flush(self) -> None:
-        for link in self._links.values():
-            if link.has_rest:
-                link.flush()
+    def _await_room(self, peer: int, link: Link) -> None:
+        if peer not in self.unsent and peer not in self._closed:
+            self.unsent.add(peer)
+            self._selector.modify(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
-    def _receive(self, peer: int) -> None:
+    def _flush(self, peer: int) -> None:
+        link = self._links[peer]
+        link.flush()
+        if not link.has_rest:
+            self.unsent.discard(peer)
+            self._selector.modify(link.connection, selectors.EVENT_READ, peer)
+
+    def _receive(self, peer: int) -> bool:
         link = self._links[peer]
         frames = link.receive()
         if frames is None:  # the mesh says why
-            self._selector.unregister(link.connection)
+            self._close(peer, link)
         for _, body in frames or ():
             self._received(peer, body)
+        return bool(frames)
+
+    def _close(self, peer: int, link: Link) -> None:
+        if peer not in self._closed:
+            self._closed.add(peer)
+            self.unsent.discard(peer)
+            self._selector.unregister(link.connection)

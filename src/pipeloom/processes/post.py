@@ -11,6 +11,7 @@ made-up inputs, and a shape may change whenever the model likes.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import struct
 import time
@@ -28,10 +29,13 @@ from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.wire import CACHE_LINE, Description, Plain, packed, unpacked
 
 MESSAGE_KIND = 16
-_HEADER = struct.Struct("<QIIHII")
+_CALL = struct.Struct("<QII")
+_HEADER = struct.Struct(f"<{_CALL.size}sHII")
 """The call's three numbers, the length of the key, the number of the description and the length of its text."""
 _SMALL_BYTES = 1 << 14
 _MAX_DESCRIPTIONS = 256
+_WORDS = (1 << 32) - 1
+"""Stands where the number of a description does in a message of plain bytes."""
 
 
 class Call(NamedTuple):
@@ -63,9 +67,14 @@ class Parcel(NamedTuple):
 class Waiting(NamedTuple):
     """What a rank waits for, for reports."""
 
-    what: str
+    key: bytes
     peer: int
     since_s: float
+
+    @property
+    def what(self) -> str:
+        """The name of what is waited for."""
+        return self.key.decode()
 
 
 class _Known:
@@ -77,6 +86,15 @@ class _Known:
         self.description = description
         self.form = form
         self.only = _only(description)
+
+    def tensor(self, body: memoryview, start: int) -> Tensor:
+        """The one tensor, from a message's end; in memory of its own, because a message lies anywhere in its line."""
+        assert self.only is not None
+        shape, dtype = self.only
+        room = torch.empty(shape, dtype=dtype)
+        # torch would take four calls for it, which a thread that was just woken runs many times slower than a loop.
+        ctypes.memmove(room.data_ptr(), bytes(body[start:]), room.nbytes)
+        return room
 
 
 class _Way:
@@ -98,6 +116,8 @@ class _Way:
 
 
 class _Arrival(NamedTuple):
+    """A message that is not of the call that runs, or came in another thread."""
+
     sender: int
     call: Call
     key: bytes
@@ -135,9 +155,11 @@ class Post:
         self._direct = direct(self._received_small)
         self._arrived: dict[tuple[int, bytes], Any] = {}
         self._come: deque[_Arrival] = deque()
+        self._early: list[_Arrival] = []
         self._ways: dict[tuple[int, bool], _Way] = {}
         self._known: dict[tuple[int, bool, int], _Known] = {}
-        self.call = Call(0, 0, 0)
+        self.call, self._packed_call = Call(0, 0, 0), _CALL.pack(0, 0, 0)
+        self._is_running = False
         self.waiting: Waiting | None = None
         self.last_heard: dict[int, bytes] = {}
         mesh.on(MESSAGE_KIND, self._received_large)
@@ -145,20 +167,33 @@ class Post:
 
     def begin(self, call: Call) -> None:
         """Start a call: what is left of earlier ones is dropped."""
-        self.call = call
+        self.call, self._packed_call = call, _CALL.pack(*call)
         self._arrived.clear()
+        self._come.extend(self._early)
+        self._early.clear()
+        self._is_running = True
 
-    def give(self, peer: int, key: bytes, parcel: Parcel) -> None:
-        """Post a parcel; never waits."""
-        short = _short(parcel)
-        if short is not None:
-            way = self._way(peer, is_small=True)
-            number = way.short.get(short)
-            if number is not None:
-                header = _HEADER.pack(*self.call, len(key), number, 0)
-                self._direct.send(peer, header, key, _buffer(parcel.leaves[0]))
-                return
-        self._give(peer, key, parcel, short)
+    def end(self) -> None:
+        """All that the call itself sends and receives is done: others may begin the next one before this rank does."""
+        self._is_running = False
+
+    def give(self, peer: int, key: bytes, parcel: Parcel, *, is_direct: bool = True) -> None:
+        """Post a parcel; never waits.
+
+        Args:
+            peer: the rank that gets it.
+            key: under which.
+            parcel: what it gets.
+            is_direct: this rank will wait again in this call, and so send what the connection does not take at once.
+        """
+        short = _short(parcel) if is_direct else None
+        number = None if short is None else self._way(peer, is_small=True).short.get(short)
+        if number is None:
+            self._give(peer, key, parcel, short, is_direct)
+            return
+        leaf = parcel.leaves[0]
+        header = _HEADER.pack(self._packed_call, len(key), number, 0)
+        self._direct.send(peer, b"".join((header, key, ctypes.string_at(leaf.data_ptr(), leaf.nbytes))))
 
     def get(self, peer: int, key: bytes) -> Parcel:
         """Wait for a parcel.
@@ -167,36 +202,51 @@ class Post:
             PeerFailed: another rank failed, has ended, or did not send it within the limit.
             ProcessError: the sender does not run the same call.
         """
-        wanted = (peer, key)
-        if wanted not in self._arrived:
-            self._wait(wanted, Waiting(key.decode(), peer, time.monotonic()))
-        known, memory, works = self._arrived.pop(wanted)
+        known, memory, works = self._arrived.pop((peer, key), None) or self._awaited(peer, key)
         for work in works:
             work.wait()
         leaves = (memory,) if known.only else unpacked(known.description, memory)
         return Parcel(leaves, known.form)
 
+    def tell(self, peer: int, key: bytes, words: bytes) -> None:
+        """Post some bytes; never waits."""
+        self._direct.send(peer, b"".join((_HEADER.pack(self._packed_call, len(key), _WORDS, 0), key, words)))
+
+    def hear(self, peer: int, key: bytes) -> bytes:
+        """Wait for what a rank tells; raises what `get` does."""
+        words: bytes = (self._arrived.pop((peer, key), None) or self._awaited(peer, key))[1]
+        return words
+
     def settle(self) -> None:
         """After all ranks took what was sent: let go of the memory."""
         self._lanes.settle()
+
+    def flush(self, what: str) -> None:
+        """Wait until the connections have taken what was given: nobody sends it while this rank does something else.
+
+        Raises:
+            PeerFailed: another rank failed, or does not read.
+        """
+        if slow := self._direct.unsent:
+            self._wait(lambda: not self._direct.unsent, Waiting(what.encode(), min(slow), time.monotonic()))
 
     def close(self) -> None:
         """Close the connections that are this rank's to read."""
         self._direct.close()
 
-    def _give(self, peer: int, key: bytes, parcel: Parcel, short: Hashable) -> None:
+    def _give(self, peer: int, key: bytes, parcel: Parcel, short: Hashable, is_direct: bool) -> None:
         description, memory = packed(parcel.leaves)
         inline, rest = self._lanes.divided(peer, description.stretches, memory)
-        is_small = not rest and sum(part.numel() for part in inline) <= _SMALL_BYTES
+        is_small = is_direct and not rest and sum(part.numel() for part in inline) <= _SMALL_BYTES
         way = self._way(peer, is_small=is_small)
         number, text = way.numbered(pickle.dumps((description, parcel.form)))
         if short is not None and is_small:
             way.short[short] = number
         self._lanes.send(peer, rest)
-        header = _HEADER.pack(*self.call, len(key), number, len(text))
+        header = _HEADER.pack(self._packed_call, len(key), number, len(text))
         parts: list[bytes | memoryview] = [header, key, text, *map(_buffer, inline)]
         if is_small:
-            self._direct.send(peer, *parts)
+            self._direct.send(peer, b"".join(parts))
         else:
             self._mesh.send(peer, MESSAGE_KIND, *parts)
 
@@ -206,11 +256,18 @@ class Post:
             found = self._ways[peer, is_small] = _Way()
         return found
 
-    def _wait(self, wanted: tuple[int, bytes], waiting: Waiting) -> None:
+    def _awaited(self, peer: int, key: bytes) -> Any:
+        self._sort_all()
+        wanted = (peer, key)
+        if wanted not in self._arrived and not (self._direct.poll(peer) and wanted in self._arrived):
+            self._wait(lambda: wanted in self._arrived, Waiting(key, peer, time.monotonic()))
+        return self._arrived.pop(wanted)
+
+    def _wait(self, is_over: Callable[[], bool], waiting: Waiting) -> None:
         self.waiting = waiting
         patience = Patience(self._limit_s)
-        while self._sort_all() and wanted not in self._arrived:
-            if not self._direct.wait(0.0) and not self._come:  # what a rank sent before it ended still counts
+        while not is_over():
+            if self._failures.is_quiet or not self._has_more():
                 self._failures.expect({waiting.peer}, waiting.what)
                 try:
                     patience.spend(self._direct.wait)
@@ -218,49 +275,61 @@ class Post:
                     self._failures.tell(self._stalled(waiting))
                     self._failures.check()
                     raise
+            self._sort_all()
         self.waiting = None
 
-    def _sort_all(self) -> bool:
+    def _has_more(self) -> bool:
+        """Whether something came: what a rank sent before it failed or ended still counts."""
+        return self._direct.wait(0.0) or bool(self._come)
+
+    def _sort_all(self) -> None:
         while self._come:
             arrival = self._come.popleft()
-            if arrival.call.number < self.call.number:
-                continue
-            if arrival.call != self.call:
+            if arrival.call == self.call:
+                self._note(arrival.sender, arrival.key, arrival.content)
+            elif arrival.call.number > self.call.number and not self._is_running:
+                self._early.append(arrival)
+            elif arrival.call.number >= self.call.number:
                 raise _out_of_step(arrival, self.call)
-            self._arrived[arrival.sender, arrival.key] = arrival.content
-            self.last_heard[arrival.sender] = arrival.key
-        return True
+
+    def _note(self, sender: int, key: bytes, content: Any) -> None:
+        self._arrived[sender, key] = content
+        if b" " not in key:
+            self.last_heard[sender] = key
 
     def _received_small(self, sender: int, body: memoryview) -> None:
         """In the thread of this rank."""
-        known, arrival, end = self._opened(sender, body, is_small=True)
-        if known.only is not None:
-            shape, dtype = known.only
-            room = torch.empty(shape, dtype=dtype)  # memory of a message lies anywhere within a cache line
-            content = (known, room.copy_(torch.frombuffer(body, dtype=dtype, offset=end).view(shape)), ())
-            self._come.append(arrival._replace(content=content))
+        known, call, key, end = self._opened(sender, body, is_small=True)
+        if known is not None and known.only is None:
+            self._lanes.receive(sender, known.description, body[end:], self._delivery(sender, call, key, known))
+            return
+        content = (known, bytes(body[end:]) if known is None else known.tensor(body, end), ())
+        if call == self._packed_call:
+            self._note(sender, key, content)
         else:
-            self._lanes.receive(sender, known.description, body[end:], self._delivery(arrival, known))
+            self._come.append(_Arrival(sender, Call(*_CALL.unpack(call)), key, content))
 
     def _received_large(self, sender: int, body: memoryview) -> None:
         """In the thread of the mesh."""
-        known, arrival, end = self._opened(sender, body, is_small=False)
-        self._lanes.receive(sender, known.description, body[end:], self._delivery(arrival, known))
+        known, call, key, end = self._opened(sender, body, is_small=False)
+        assert known is not None, "words go directly"
+        self._lanes.receive(sender, known.description, body[end:], self._delivery(sender, call, key, known))
 
-    def _opened(self, sender: int, body: memoryview, *, is_small: bool) -> tuple[_Known, _Arrival, int]:
-        call, schedule, inputs, key_size, number, text_size = _HEADER.unpack_from(body)
+    def _opened(self, sender: int, body: memoryview, *, is_small: bool) -> tuple[_Known | None, bytes, bytes, int]:
+        call, key_size, number, text_size = _HEADER.unpack_from(body)
         middle = _HEADER.size + key_size
         end = middle + text_size
         if text_size:
             self._known[sender, is_small, number] = _Known(*pickle.loads(body[middle:end]))
-        known = self._known[sender, is_small, number]
-        return known, _Arrival(sender, Call(call, schedule, inputs), bytes(body[_HEADER.size : middle]), None), end
+        known = None if number == _WORDS else self._known[sender, is_small, number]
+        return known, call, bytes(body[_HEADER.size : middle]), end
 
-    def _delivery(self, arrival: _Arrival, known: _Known) -> Callable[[Any, Any], None]:
+    def _delivery(self, sender: int, call: bytes, key: bytes, known: _Known) -> Callable[[Any, Any], None]:
         def deliver(memory: Any, works: Any) -> None:
             if known.only is not None:
                 (memory,) = unpacked(known.description, memory)
-            self._come.append(arrival._replace(content=(known, memory, works)))
+            arrival = _Arrival(sender, Call(*_CALL.unpack(call)), key, (known, memory, works))
+            self._come.append(arrival)
             self._direct.wake()
 
         return deliver
@@ -270,10 +339,12 @@ def _short(parcel: Parcel) -> Hashable:
     """What says all of a parcel that is one small tensor, alone in its memory; None for other parcels."""
     if len(parcel.leaves) != 1 or type(leaf := parcel.leaves[0]) is not Tensor:
         return None
-    is_plain = leaf.layout is torch.strided and leaf.is_cpu and leaf.is_contiguous() and not leaf.is_quantized
-    if not is_plain or leaf.is_conj() or leaf.is_neg() or not 0 < leaf.nbytes <= _SMALL_BYTES:
+    is_plain = leaf.layout is torch.strided and leaf.is_cpu and leaf.is_contiguous() and not leaf.is_neg()
+    if not is_plain or not 0 < leaf.nbytes <= _SMALL_BYTES:
         return None
-    return None if leaf.data_ptr() % CACHE_LINE else (leaf.shape, leaf.dtype, parcel.form)
+    if leaf.dtype.is_complex or leaf.is_quantized or not (at := leaf.data_ptr()) or at % CACHE_LINE:
+        return None
+    return leaf.shape, leaf.dtype, parcel.form
 
 
 def _only(description: Description) -> tuple[tuple[int, ...], torch.dtype] | None:

@@ -36,9 +36,14 @@ class _BackwardForm(NamedTuple):
     is_apart: bool
 
 
+_BACKWARD = {is_apart: _BackwardForm(is_apart) for is_apart in (False, True)}
+
+
 class _Route(NamedTuple):
     peer: int
     key: bytes
+    action: Action
+    """Kept, so that no other gets its `id`."""
 
 
 class DistributedTransport:
@@ -53,7 +58,7 @@ class DistributedTransport:
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._routes: dict[Action, _Route] = {}
+        self._routes: dict[int, _Route] = {}
         self._schedule: Schedule | None = None
         self._received: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._num_live_slots = self.peak_live_slots = 0
@@ -74,19 +79,20 @@ class DistributedTransport:
         """
         if isinstance(message, Gradients):
             self._check(action, message)
-            form: Any = _BackwardForm(message.is_apart)
+            form: Any = _BACKWARD[message.is_apart]
         elif message.structure.container is None:
             form = _ONE_TENSOR[message.needs_grad[0]]
         else:
             form = _ForwardForm(message.skeleton(), message.needs_grad)
-        peer, key = self._route(action)
+        peer, key, _ = self._route(action)
         self._post.give(peer, key, Parcel(message.leaves, form))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
         del action
         self._num_live_slots += 1
-        self.peak_live_slots = max(self.peak_live_slots, self._num_live_slots)
+        if self._num_live_slots > self.peak_live_slots:
+            self.peak_live_slots = self._num_live_slots
 
     def take(self, action: Action) -> Message | Gradients:
         """Wait for a message; those that come before it are kept for their own consumers.
@@ -95,7 +101,8 @@ class DistributedTransport:
             PeerFailed: another rank failed, has ended, or did not send it within the limit.
             ProcessError: the sender does not run the same call.
         """
-        leaves, form = self._post.get(*self._route(action))
+        peer, key, _ = self._route(action)
+        leaves, form = self._post.get(peer, key)
         self._num_live_slots -= 1
         if isinstance(form, _BackwardForm):
             return Gradients(leaves, form.is_apart)
@@ -104,12 +111,12 @@ class DistributedTransport:
 
     def _route(self, action: Action) -> _Route:
         """Where a transfer goes to or comes from, and the key of both its ends: the receive."""
-        found = self._routes.get(action)
+        found = self._routes.get(id(action))  # an action is hashed in Python
         if found is None:
             assert self._schedule is not None, "`begin` comes first"
             other = counterpart(action)
-            receive = action if action.kind.is_recv else other
-            found = self._routes[action] = _Route(self._schedule.rank_of(other.stage), str(receive).encode())
+            key = str(action if action.kind.is_recv else other).encode()
+            found = self._routes[id(action)] = _Route(self._schedule.rank_of(other.stage), key, action)
         return found
 
     def _check(self, action: Action, gradients: Gradients) -> None:

@@ -6,6 +6,7 @@ order is the schedule's, what is waited for is the relation's, and what is done 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,11 +76,18 @@ def execute(
     # What comes between two actions delays every rank after this one, and a thread that was woken runs it many times
     # slower than a loop does: so values are found by position, and handlers by code. Enumerations hash in Python.
     made: dict[int, Any] = {}
+    starts, ends = (array("d"), array("d")) if trace is None else trace.spans(rank)
+    last_seen = control.last_seen
     by_code = {kind.code: handler for kind, handler in handlers.items()}
     for position, (action, sources) in enumerate(plan.steps[rank]):
-        control.check(rank, action)
-        given = tuple([transport.take(each) if is_received else made.pop(at) for each, at, is_received in sources])
-        start_s = clock()
+        if control.is_stopped:
+            raise Aborted
+        last_seen[rank] = action
+        given: tuple[Any, ...] = ()
+        if sources:
+            given = tuple([transport.take(each) if is_received else made.pop(at) for each, at, is_received in sources])
+        if trace is not None:
+            starts[position] = clock()
         try:
             made[position] = by_code[action.kind.code](action, given)
         except Aborted:
@@ -91,4 +99,4 @@ def execute(
             raise
         del given  # or a rank that waits for its next value would keep this one
         if trace is not None:
-            trace.record(rank, position, start_s, clock())
+            ends[position] = clock()

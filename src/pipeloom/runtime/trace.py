@@ -22,10 +22,9 @@ class Trace:
         self._starts = [array("d", bytes(8 * len(program))) for program in schedule.programs]
         self._ends = [array("d", bytes(8 * len(program))) for program in schedule.programs]
 
-    def record(self, rank: int, position: int, start_s: float, end_s: float) -> None:
-        """Note one action of ``rank``; only that rank's thread calls this."""
-        self._starts[rank][position] = start_s
-        self._ends[rank][position] = end_s
+    def spans(self, rank: int) -> tuple[array[float], array[float]]:
+        """The starts and ends of one rank, by position in its program, for that rank's thread to fill in."""
+        return self._starts[rank], self._ends[rank]
 
     def of(self, rank: int) -> tuple[bytes, bytes]:
         """The starts and ends of one rank, for `put` in another process."""
