@@ -89,7 +89,7 @@ class _Known:
 
     def tensor(self, body: memoryview, start: int) -> Tensor:
         """The one tensor, from a message's end; in memory of its own, because a message lies anywhere in its line."""
-        assert self.only is not None
+        assert self.only is not None, "asked only of one tensor"
         shape, dtype = self.only
         room = torch.empty(shape, dtype=dtype)
         # torch would take four calls for it, which a thread that was just woken runs many times slower than a loop.
