@@ -20,6 +20,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_WHOLE = (torch.Tensor, torch.Size)
+"""A Size is registered, but comes back as a bare tuple."""
 _BUILTINS = frozenset({tuple, list, dict})
 
 
@@ -40,10 +42,8 @@ class Container:
 
 def opened(value: Any) -> Container | None:
     """Open ``value`` by one level; None if it is a leaf."""
-    if isinstance(value, torch.Tensor | torch.Size):  # a Size is registered, but comes back as a bare tuple
-        return None
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or isinstance(value, _WHOLE):
         return None
     if kind in _BUILTINS:
         return _builtin(value)

@@ -161,6 +161,8 @@ def _rows(
 
 
 def _cut(value: Any, start: int, num_samples: int) -> Any:
+    if value is None:
+        return None
     if isinstance(value, Replicated):
         return value.value
     if isinstance(value, torch.Tensor):

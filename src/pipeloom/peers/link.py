@@ -66,14 +66,21 @@ class Link:
                 self._write()
 
     def send_small(self, kind: int, body: bytes) -> None:
-        """The same for a body in one piece that the socket takes at once, as a rule: half the work of `send`."""
+        """The same for a body in one piece, which the socket takes at once as a rule: a third of the work of `send`."""
         frame = _HEADER.pack(len(body), kind) + body
         with self._lock:
-            if self.has_rest:
-                self._backlog.append((frame,))
-            elif not self.is_broken:
-                self._frame = _Outgoing((frame,))
-                self._write()
+            if self._frame is not _NOTHING or self._backlog or self.is_broken:
+                self.send(kind, (body,))
+                return
+            self._frame = given = _Outgoing((frame,))
+            try:
+                given.taken.extend(map(self.connection.send, given.parts))
+            except BlockingIOError:
+                return
+            except OSError:
+                self._break()
+                return
+            self._frame = _NOTHING if given.taken[0] == len(frame) else given.rest()
 
     def flush(self) -> None:
         """Write what waits, as much of it as the socket takes."""
@@ -84,7 +91,7 @@ class Link:
 
     def receive(self) -> list[Frame] | None:
         """Return the frames that are complete by now; None when the connection is closed."""
-        is_between = not self._num_over and self._num_filled == len(self._body)
+        is_between = not self._num_over and self._body is _EMPTY
         try:
             if is_between:
                 num_bytes = self.connection.recv_into(self._buffer)
@@ -95,7 +102,9 @@ class Link:
             return []
         except OSError:
             return None
-        return self._cut(num_bytes) if num_bytes else None
+        if not num_bytes:
+            return None
+        return self._cut_buffer(num_bytes) if is_between else self._cut(num_bytes)
 
     def close(self) -> None:
         """Close, with what arrived meanwhile read: closing over unread bytes would reset the connection, and a reset
@@ -176,29 +185,24 @@ class _Outgoing:
     """A frame under way.
 
     Between a system call and noting how many bytes it took, Ctrl-C may strike: the frame would be torn, and the
-    stream with it. So the number goes from the call into ``_taken`` without leaving C, and `rest` can be asked again.
+    stream with it. So the number goes from the call into ``taken`` without leaving C, and `rest` can be asked again.
     """
 
-    __slots__ = ("_taken", "parts")
+    __slots__ = ("parts", "taken")
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
-        self._taken: list[int] = []
+        self.taken: list[int] = []
 
     def write(self, connection: socket.socket) -> None:
         """Write once. Raises what the socket does."""
-        if len(self.parts) == 1:
-            self._taken.extend(map(connection.send, self.parts))
-        else:
-            self._taken.extend(map(connection.sendmsg, (self.parts[:_MAX_PARTS],)))
+        self.taken.extend(map(connection.sendmsg, (self.parts[:_MAX_PARTS],)))
 
     def rest(self) -> _Outgoing:
         """What has not been written yet."""
-        if not self._taken:
+        if not self.taken:
             return self
-        (num_taken,) = self._taken
-        if len(self.parts) == 1 and num_taken == len(self.parts[0]):
-            return _NOTHING
+        (num_taken,) = self.taken
         for i, part in enumerate(self.parts):
             num_bytes = memoryview(part).nbytes
             if num_taken < num_bytes:

@@ -52,7 +52,15 @@ class Direct:
 
     def poll(self, peer: int) -> bool:
         """Hand over what has come from one rank, and say whether anything has."""
-        return self._receive(peer)
+        link = self._links[peer]
+        frames = link.receive()
+        if frames:
+            for _, body in frames:
+                self._received(peer, body)
+            return True
+        if frames is None:  # the mesh says why
+            self._close(peer, link)
+        return False
 
     def wait(self, limit_s: float) -> bool:
         """Hand over what has come; if nothing has, wait for it or for `wake`, and say whether something happened."""
@@ -65,7 +73,7 @@ class Direct:
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
             if mask & selectors.EVENT_READ:
-                self._receive(key.data)
+                self.poll(key.data)
         return bool(events)
 
     def wake(self) -> None:
@@ -92,15 +100,6 @@ class Direct:
         if not link.has_rest:
             self.unsent.discard(peer)
             self._selector.modify(link.connection, selectors.EVENT_READ, peer)
-
-    def _receive(self, peer: int) -> bool:
-        link = self._links[peer]
-        frames = link.receive()
-        if frames is None:  # the mesh says why
-            self._close(peer, link)
-        for _, body in frames or ():
-            self._received(peer, body)
-        return bool(frames)
 
     def _close(self, peer: int, link: Link) -> None:
         if peer not in self._closed:

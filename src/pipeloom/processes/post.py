@@ -257,7 +257,8 @@ class Post:
         return found
 
     def _awaited(self, peer: int, key: bytes) -> Any:
-        self._sort_all()
+        if self._come:
+            self._sort_all()
         wanted = (peer, key)
         if wanted not in self._arrived and not (self._direct.poll(peer) and wanted in self._arrived):
             self._wait(lambda: wanted in self._arrived, Waiting(key, peer, time.monotonic()))

@@ -154,7 +154,7 @@ class DistributedRuntime:
         changes = GradientChanges({} if context.loss is None else self._scopes(context.loss), self._failed)
         self.trace = Trace(plan.schedule) if has_trace else None
         handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
-        with changes, context.ambient.entered(), torch.set_grad_enabled(context.loss is not None):
+        with changes, context.ambient.entered_here(), torch.set_grad_enabled(context.loss is not None):
             self._refresh()
             execute(plan, self.rank, handlers.table, self._transport, self._control, self.trace)
         return changes

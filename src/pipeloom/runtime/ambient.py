@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -101,6 +101,10 @@ class Ambient:
             for reentry in self.reentries:
                 stack.enter_context(reentry())
             yield
+
+    def entered_here(self) -> AbstractContextManager[None]:
+        """The same in the very thread that was read, which is like the caller's already: all but autocast."""
+        return replace(self, reentries=()).entered() if self._is_autocast_enabled else _OFF
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The caller's autocast, for one forward action inside `entered`; nothing at all if it is off."""
