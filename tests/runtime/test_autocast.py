@@ -35,12 +35,17 @@ def test_autocast_is_on_for_forwards_only() -> None:
     assert in_thread(work) == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def test_autocast_is_off_in_the_same_thread_outside_forwards() -> None:
+@pytest.mark.parametrize("enter", [Ambient.entered, Ambient.entered_here])
+def test_autocast_is_off_in_the_same_thread_outside_forwards(
+    enter: Callable[[Ambient], AbstractContextManager[None]],
+) -> None:
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         ambient = Ambient.capture()
-        with ambient.entered():
+        with enter(ambient):
             assert linear_dtype(layer) == torch.float32
+            with ambient.autocast():
+                assert linear_dtype(layer) == torch.bfloat16
         assert linear_dtype(layer) == torch.bfloat16
 
 
