@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.contestants import CONTESTANTS, Contestant
+from benchmarks.peers.launch import LIMIT_S
 from benchmarks.peers.trial import Trial, batches, part
 
 
@@ -118,7 +119,8 @@ def main() -> None:
     trial_text, result_file = sys.argv[1:]
     given = json.loads(trial_text)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # Whoever waits for his turn waits as long as the others' take; a trial that hangs is ended by `launch`.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     seen = take_part(Trial(**given | {"peers": tuple(given["peers"])}))
     every: list[Seen | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, seen)
