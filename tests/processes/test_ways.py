@@ -78,3 +78,24 @@ def test_a_loss_over_a_weight_of_another_process_is_refused(tmp_path):
     ranks = start(ways.loss_uses_a_weight_elsewhere, 2, tmp_path)
     assert ranks.wait() == [1, 1]
     assert "the loss function uses '0.weight', a weight of an earlier stage" in ranks.output(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ways.broadcasts_containers,
+        ways.takes_conjugated_inputs,
+        ways.steps_in_a_child,
+        ways.makes_many_and_closes_none,
+    ],
+)
+def test_what_once_went_wrong(function, tmp_path):
+    all_pass(start(function, 2, tmp_path))
+
+
+def test_a_type_that_no_other_process_knows_is_refused(tmp_path):
+    ranks = start(ways.hands_on_a_type_of_a_function, 2, tmp_path)
+    assert ranks.wait() == [1, 1]
+    for rank in range(2):
+        assert "what a stage handed on can't be named to another process" in ranks.output(rank)
+        assert "at the top level of a module, not inside a function" in ranks.output(rank)

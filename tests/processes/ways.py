@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import threading
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.errors import RuntimeStateError
 from pipeloom.testing import sequential_step
+from tests.facade.models import Calls
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients, assert_same_state
 
 WIDTH = 8
@@ -142,6 +147,8 @@ def goes_on_after_a_failed_step(num_ranks: int) -> None:
     with pytest.raises((ZeroDivisionError, pl.PipeloomError), match="the loss went wrong"):
         pipe.step(inputs)
     assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert pipe.clip_grad_norm_(1.0).item() == 0.0, "what all ranks do together works again"
+    assert len(pipe.full_state_dict()) == (2 * num_ranks if pipe.group.rank == 0 else 0)
     is_failing[0] = False
     pipe.step(inputs)
     sequential_step(reference, inputs, num_microbatches=3, loss_fn=loss_fn)
@@ -185,3 +192,72 @@ def goes_on_after_each_exchange(num_ranks: int) -> None:
         pipe.step(inputs, target=inputs)
     assert len(pipe.full_state_dict(to=1)) == (2 * num_ranks if pipe.group.rank == 1 else 0)
     pipe.close()
+
+
+class OneTuple(nn.Module):
+    """A tuple of one small tensor: its form once was taken for that of gradients."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        """(B, WIDTH) → ((B, WIDTH),)."""
+        return (x * 2,)
+
+
+def broadcasts_containers() -> None:
+    """Outputs of every form on every rank, with steps between."""
+    for last, expected in ((OneTuple(), (2.0,)), (Calls(lambda x: {"out": x[:1, :1]}), {"out": 1.0})):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), last)
+        nn.init.eye_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        with pl.Pipeline(model, num_stages=2, num_microbatches=1, loss_fn=_first_sum) as pipe:
+            for _ in range(2):
+                found = pipe(torch.ones(2, WIDTH), broadcast_output=True)
+                pipe.step(torch.ones(2, WIDTH))
+        value = found[0] if isinstance(expected, tuple) else found["out"]
+        assert float(value.flatten()[0]) == (expected[0] if isinstance(expected, tuple) else expected["out"])
+
+
+def _first_sum(output: object) -> Tensor:
+    return (output[0] if isinstance(output, tuple) else output["out"]).sum()
+
+
+def hands_on_a_type_of_a_function() -> None:
+    """A named tuple that no other process can find."""
+    own = namedtuple("own", "x")
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Calls(own)), Calls(lambda value: value.x)]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum()) as pipe:
+        pipe.step(torch.ones(2, WIDTH))
+
+
+def takes_conjugated_inputs() -> None:
+    """A view whose numbers are not in memory as they are read."""
+    inputs = torch.ones(4, WIDTH, dtype=torch.complex64).conj()
+    layers = [Calls(lambda x: x.imag.neg().real + x.real), nn.Linear(WIDTH, WIDTH)]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum()) as pipe:
+        pipe.step(inputs)
+
+
+def steps_in_a_child() -> None:
+    """A worker of a data loader, say, that got the pipeline by accident."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum())
+    child = os.fork()
+    if child == 0:
+        with pytest.raises(RuntimeStateError, match="used in a child that one of them forked"):
+            pipe.step(torch.ones(2, WIDTH))
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    pipe.step(torch.ones(2, WIDTH))
+
+
+def makes_many_and_closes_none() -> None:
+    """Connections and threads go with their pipeline."""
+    before = None
+    for _ in range(5):
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum())
+        pipe.step(torch.ones(2, WIDTH))
+        del pipe, layers
+        gc.collect()
+        now = (len(os.listdir("/proc/self/fd")), threading.active_count())
+        before = before or now
+    assert now <= before

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.errors import ProcessError
+from pipeloom.errors import BatchError, ProcessError
 from pipeloom.peers import Cause, Failures, Mesh, Overdue, Patience
 from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
@@ -239,7 +239,7 @@ class Post:
         inline, rest = self._lanes.divided(peer, description.stretches, memory)
         is_small = is_direct and not rest and sum(part.numel() for part in inline) <= _SMALL_BYTES
         way = self._way(peer, is_small=is_small)
-        number, text = way.numbered(pickle.dumps((description, parcel.form)))
+        number, text = way.numbered(_pickled(description, parcel.form))
         if short is not None and is_small:
             way.short[short] = number
         self._lanes.send(peer, rest)
@@ -266,10 +266,16 @@ class Post:
 
     def _wait(self, is_over: Callable[[], bool], waiting: Waiting) -> None:
         self.waiting = waiting
-        patience = Patience(self._limit_s)
+        try:
+            self._wait_until(is_over, waiting, Patience(self._limit_s))
+        finally:
+            self.waiting = None
+
+    def _wait_until(self, is_over: Callable[[], bool], waiting: Waiting, patience: Patience) -> None:
         while not is_over():
+            ended = self._failures.ended & {waiting.peer}  # before the look: what a rank sent before it ended counts
             if self._failures.is_quiet or not self._has_more():
-                self._failures.expect({waiting.peer}, waiting.what)
+                self._failures.expect(ended, waiting.what)
                 try:
                     patience.spend(self._direct.wait)
                 except Overdue:
@@ -277,7 +283,6 @@ class Post:
                     self._failures.check()
                     raise
             self._sort_all()
-        self.waiting = None
 
     def _has_more(self) -> bool:
         """Whether something came: what a rank sent before it failed or ended still counts."""
@@ -334,6 +339,16 @@ class Post:
             self._direct.wake()
 
         return deliver
+
+
+def _pickled(description: Description, form: Any) -> bytes:
+    try:
+        return pickle.dumps((description, form))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise BatchError(
+            f"what a stage handed on can't be named to another process: {error}",
+            "define its types (named tuples, dataclasses) at the top level of a module, not inside a function",
+        ) from None
 
 
 def _short(parcel: Parcel) -> Hashable:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.errors import NonFiniteLoss, PeerFailed, PipeloomWarning, ProcessError
+from pipeloom.errors import NonFiniteLoss, PeerFailed, PipeloomWarning, ProcessError, RuntimeStateError
 from pipeloom.ir import Placement, Schedule
 from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
 from pipeloom.processes.direct import Direct
@@ -33,6 +35,7 @@ from pipeloom.runtime.handlers import RankHandlers
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
 
+T = TypeVar("T")
 _MOST_ACTIONS = 4096
 """Of a schedule whose spans go over connections that nobody reads while ranks compute: 64 KiB."""
 CONNECT_S = 60.0
@@ -89,15 +92,16 @@ class DistributedRuntime:
         self._placement = placement
         self._ties = ties
         mesh = Mesh.connect(world.store, world.rank, world.num_ranks)
-        self._failures = Failures(mesh, self._where)
+        self._failures = Failures(mesh, _weakly(self._where, ""))
         self._collective = Collective(mesh, self._failures, limit_s)
         lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
-        self._stalls = Stalls(mesh, self._failures, self._state)
+        self._stalls = Stalls(mesh, self._failures, _weakly(self._state, State(self.rank, "its pipeline is gone")))
         self._lanes = lanes
         self._limit_s = limit_s
         direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
         sockets = direct.connect(local_host())
-        self._post = Post(mesh, partial(Direct, sockets), lanes, self._failures, limit_s, self._stalled)
+        stalled = _weakly(self._stalled, Cause(self.rank, "stalled", "", ""))
+        self._post = Post(mesh, partial(Direct, sockets), lanes, self._failures, limit_s, stalled)
         self._transport = DistributedTransport(self._post)
         self._control = Control(world.num_ranks)
         self._number = 0
@@ -107,8 +111,11 @@ class DistributedRuntime:
         self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
         self._since_s = time.monotonic()
-        self._collective.on_stall = lambda _, what: self._stalls.cause(what, limit_s)
+        stalls = self._stalls
+        self._collective.on_stall = lambda _, what: stalls.cause(what, limit_s)
+        self._pid = os.getpid()
         self._ending = Ending(mesh, self._failures)
+        self._let_go = weakref.finalize(self, _shut, self._ending, lanes, self._post)
         mesh.start()
 
     def meet(self, facts: Mapping[str, str], weights: str) -> None:
@@ -172,7 +179,7 @@ class DistributedRuntime:
         gather = self.all_gather if verdict is None or self._is_long else self._gathered
         parts = [pickle.loads(each) for each in gather(said, f"the end of {self._what}")]
         self._post.settle()
-        self._is_inside = False
+        self._leave()
         self.peak_live_slots = tuple(slots for _, _, slots in parts)
         for rank, (_, spans, _) in enumerate(parts):
             if self.trace is not None and spans is not None:
@@ -202,6 +209,7 @@ class DistributedRuntime:
 
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
+        self._check_process()
         self._since_s = time.monotonic()
         return self._collective.all_gather(payload, what)
 
@@ -239,6 +247,7 @@ class DistributedRuntime:
 
     def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
         """Send to all receivers but this rank, then receive what came from others; nobody leaves before all have it."""
+        self._check_process()
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges} after {self._what}".encode()
         if self.rank in senders:
@@ -259,9 +268,10 @@ class DistributedRuntime:
 
     def close_after(self, error: BaseException | None) -> None:
         """Say why, if an exception of this rank's user is the reason, and close the connections."""
-        self._ending.close(error)
-        self._lanes.close()
-        self._post.close()
+        self._let_go.detach()
+        _shut(
+            self._ending, self._lanes, self._post, None if isinstance(error, NonFiniteLoss) else error
+        )  # all raise it
 
     @property
     def _has_last_stage(self) -> bool:
@@ -278,10 +288,14 @@ class DistributedRuntime:
                     tie.owner.copy_(self._get(tie.owner_stage, f"tie {number}"))
 
     def _begin(self, schedule: Schedule, context: StepContext) -> None:
-        self._failures.forget()
+        self._check_process()
         self._number += 1  # first: the calls are counted alike on a rank that hears of a failure before it begins
         self._collective.epoch = self._number
-        self._failures.check()
+        try:
+            self._failures.check()
+        except PeerFailed:
+            self._leave()
+            raise
         self._is_inside, self._since_s = True, time.monotonic()
         self._control = Control(self.num_ranks)
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
@@ -298,10 +312,31 @@ class DistributedRuntime:
         return {index: GradientScope(parameters) for index, parameters in found.items()}
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the others, unless they know: what ends their step is what ended this one."""
-        if not isinstance(error, PeerFailed | NonFiniteLoss):
-            self._failures.tell(Cause.of(self.rank, self._place(), error))
+        """Tell the others, unless they know: what ends their step is what ended this one.
+
+        Raises:
+            PeerFailed: another rank failed at the same time, and its cause is what all ranks raise.
+        """
+        try:
+            if not isinstance(error, PeerFailed | NonFiniteLoss):
+                self._failures.tell(Cause.of(self.rank, self._place(), error))
+                self._failures.check()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """A call has ended, on all ranks and alike; what went wrong in it is no matter of the next. Deaths remain."""
         self._is_inside = False
+        if not self._failures.gone:
+            self._failures.forget()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeStateError(
+                "a pipeline whose ranks are processes was used in a child that one of them forked; its connections are "
+                "the parent's",
+                "use it in the process that made it; let workers of a data loader read data only",
+            )
 
     def _place(self) -> str:
         action = self._control.last_seen[self.rank]
@@ -343,6 +378,23 @@ class DistributedRuntime:
         return self._post.get(self._placement.rank_of(stage), key.encode()).leaves[0]
 
 
+def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
+    """The method as long as its object is there: the thread of connections shall not keep a pipeline alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        found = weak()
+        return otherwise if found is None else found(*args)
+
+    return call
+
+
+def _shut(ending: Ending, lanes: Lanes, post: Post, error: BaseException | None = None) -> None:
+    ending.close(error)
+    lanes.close()
+    post.close()
+
+
 def _channels(placement: Placement) -> set[tuple[int, int]]:
     """The ordered pairs of ranks that hold neighbouring stages."""
     pairs = [(placement.rank_of(s), placement.rank_of(s + 1)) for s in range(placement.num_stages - 1)]
@@ -369,7 +421,7 @@ def _sample(leaf: Any) -> bytes:
     text = f"{leaf.dtype}{tuple(leaf.shape)}".encode()
     if leaf.device.type != "cpu" or leaf.layout is not torch.strided or not leaf.is_contiguous():
         return text  # reading a GPU's would wait for it
-    flat = leaf.detach().reshape(-1)
+    flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
     chosen = flat[:: max(1, flat.numel() // 64)].contiguous()
     return text + chosen.view(torch.uint8).numpy().tobytes()
 
