@@ -208,7 +208,7 @@ class Pipeline:
             raise RuntimeStateError("step() was called with gradients switched off", "call the pipeline to evaluate")
         inputs = split_batch(args, kwargs, target, self._num_microbatches)
         loss = self._rule.for_step([each.num_samples for each in inputs], [each.target for each in inputs], loss_scale)
-        context = self._context(inputs, loss, has_outputs=return_outputs)
+        context = self._context(inputs, loss, (args, kwargs, target), has_outputs=return_outputs)
         plan = self._programs.training(len(inputs))
         with self._running(), self._deferring(len(inputs)), self._run(plan, context) as changes:
             outputs = self._merged(context) if return_outputs else None
@@ -235,7 +235,7 @@ class Pipeline:
         """
         num_microbatches = min(self._num_microbatches, max(1, batch_size(args, kwargs)))
         inputs = split_batch(args, kwargs, None, num_microbatches)
-        context = self._context(inputs, None, has_outputs=True)
+        context = self._context(inputs, None, (args, kwargs), has_outputs=True)
         with self._running(), self._run(self._programs.evaluation(num_microbatches), context):
             self._ranks.runtime.agree(None)
             outputs = self._merged(context)
@@ -280,7 +280,10 @@ class Pipeline:
         """Scale all gradients so that their norm over all stages is at most ``max_norm``; return the norm before."""
         if self._ranks.share.is_whole:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        gather = partial(self._ranks.runtime.all_gather, what=f"clip_grad_norm_ before step {self.step_index}")
+        gather = partial(
+            self._ranks.runtime.all_gather,
+            what=f"clip_grad_norm_({max_norm}, {norm_type}) before step {self.step_index}",
+        )
         own, names = dict(self.named_parameters()), self._ranks.share.parameter_names()
         return clip_grad_norm(own, names, max_norm, norm_type, error_if_nonfinite, gather)
 
@@ -314,8 +317,11 @@ class Pipeline:
 
     # How it is wired.
 
-    def _context(self, inputs: list[MicrobatchInputs], loss: StepLoss | None, *, has_outputs: bool) -> StepContext:
-        return StepContext(inputs, loss, Ambient.capture(), self.seed, self.step_index, self._foreign, has_outputs)
+    def _context(
+        self, inputs: list[MicrobatchInputs], loss: StepLoss | None, batch: Any, *, has_outputs: bool
+    ) -> StepContext:
+        ambient, seed, step_index = Ambient.capture(), self.seed, self.step_index
+        return StepContext(inputs, loss, ambient, seed, step_index, self._foreign, has_outputs, batch)
 
     @contextmanager
     def _deferring(self, num_microbatches: int) -> Iterator[None]:

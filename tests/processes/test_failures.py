@@ -9,7 +9,7 @@ from tests.processes.ranks import start
 
 MOMENTS = ("warm-up", "steady", "cool-down", "optimizer", "checkpoint")
 HUNG_S = 30.0
-"""What a busy machine may take for what takes less than 2 s; nothing that ends by a limit of its own takes so little."""
+"""What a busy machine may take for what takes less than 2 s; no limit of ours is so short."""
 PLACES = {"warm-up": "action 1F0", "steady": "action 1B2", "cool-down": "action 1B5"}
 
 

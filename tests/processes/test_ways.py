@@ -87,6 +87,7 @@ def test_a_loss_over_a_weight_of_another_process_is_refused(tmp_path):
         ways.takes_conjugated_inputs,
         ways.steps_in_a_child,
         ways.makes_many_and_closes_none,
+        ways.ties_a_sparse_embedding,
     ],
 )
 def test_what_once_went_wrong(function, tmp_path):
@@ -99,3 +100,23 @@ def test_a_type_that_no_other_process_knows_is_refused(tmp_path):
     for rank in range(2):
         assert "what a stage handed on can't be named to another process" in ranks.output(rank)
         assert "at the top level of a module, not inside a function" in ranks.output(rank)
+
+
+@pytest.mark.parametrize("function", [ways.reads_slices_of_other_data, ways.has_other_numbers_in_the_middle])
+def test_other_data_is_found_wherever_it_is(function, tmp_path):
+    """A loss was computed from one rank's inputs and another one's targets."""
+    ranks = start(function, 2, tmp_path)
+    assert ranks.wait() == [1, 1]
+    for rank in range(2):
+        assert "was given another batch in call 1 than this rank" in ranks.output(rank)
+
+
+@pytest.mark.parametrize("call", ["clip", "broadcast", "gather"])
+def test_calls_that_others_do_not_make_are_found(call, tmp_path):
+    """The ranks waited for each other for ten minutes, the limit, and then blamed each other."""
+    ranks = start(ways.makes_other_calls, 3, tmp_path, call)
+    assert ranks.wait() == [1, 1, 1]
+    lines = [ranks.last_lines(rank)[-1].removeprefix(f"[rank{rank}]: ") for rank in range(3)]
+    assert len(set(lines)) == 1
+    said = "all ranks wait for each other, and none does anything: they do not make the same calls"
+    assert said in lines[0] or "the ranks are at different places" in ranks.output(0)

@@ -261,3 +261,64 @@ def makes_many_and_closes_none() -> None:
         now = (len(os.listdir("/proc/self/fd")), threading.active_count())
         before = before or now
     assert now <= before
+
+
+def makes_other_calls(call: str) -> None:
+    """One rank makes a call that the others do not."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=3, loss_fn=lambda o: o.sum())
+    is_other = pipe.group.rank == 2
+    for _ in range(3):
+        pipe.step(torch.ones(3, WIDTH))
+        if call == "clip" and is_other:
+            pipe.clip_grad_norm_(1.0)
+        elif call == "broadcast":
+            pipe(torch.ones(3, WIDTH), broadcast_output=is_other)
+        elif call == "gather":
+            pipe.full_state_dict(to=pipe.group.rank)
+
+
+def reads_slices_of_other_data() -> None:
+    """Inputs and targets cut from one tensor, as language models have them, and not the same on all ranks."""
+    rank = int(os.environ["RANK"])
+    rows = torch.arange(6 * 9).reshape(6, 9) + rank
+    model = nn.Sequential(nn.Embedding(70, WIDTH), nn.Linear(WIDTH, 70))
+    pipe = pl.Pipeline(model, num_stages=2, loss_fn=lambda o, t: nn.functional.cross_entropy(o.mT, t))
+    pipe.step(rows[:, :-1], target=rows[:, 1:])
+
+
+def has_other_numbers_in_the_middle() -> None:
+    """Only one of four micro-batches differs."""
+    rows = torch.zeros(32, WIDTH)
+    rows[9:14] = float(os.environ["RANK"])
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    pl.Pipeline(nn.Sequential(*layers), num_microbatches=4, num_stages=2, loss_fn=lambda o: o.sum()).step(rows)
+
+
+def ties_a_sparse_embedding() -> None:
+    """Its gradient is sparse, the head's is dense."""
+    torch.manual_seed(0)
+    table = nn.Embedding(17, WIDTH, sparse=True)
+    model = nn.Sequential(table, nn.Linear(WIDTH, WIDTH), UsesTable(table))
+    reference = copy.deepcopy(model)
+    options = {"num_microbatches": 2, "loss_fn": lambda o: o.square().mean()}
+    tokens = torch.arange(8).reshape(4, 2)
+    with pl.Pipeline(model, cuts=[1], **options) as pipe:
+        pipe.step(tokens)
+        sequential_step(reference, tokens, cuts=[1], **options)
+        if pipe.group.rank == 0:
+            found, expected = model[0].weight.grad, reference[0].weight.grad
+            assert_bit_equal(found.to_dense(), expected.to_dense(), "gradient")
+
+
+class UsesTable(nn.Module):
+    """Looks its rows up in the table of another stage, and so gets a sparse gradient for it."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, WIDTH) → the same, and a row of the table."""
+        row = nn.functional.embedding(torch.zeros(1, dtype=torch.long), self.weight, sparse=True)
+        return x + row

@@ -37,12 +37,14 @@ class Collective:
 
     Attributes:
         on_stall: makes the cause when the limit is over, from the ranks that are waited for and what for.
+        look: called every 5 s of waiting, to see whether there is any hope; it may raise.
         missing: the ranks that are waited for right now.
     """
 
     def __init__(self, mesh: Mesh, failures: Failures, limit_s: float) -> None:
         self._mesh, self._failures, self._limit_s = mesh, failures, limit_s
         self._epoch, self._number = 0, 0
+        self.look: Callable[[], None] | None = None
         self.missing: list[int] = []
         self._queue: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
         self._said: defaultdict[tuple[int, int], dict[int, _Said]] = defaultdict(dict)
@@ -87,7 +89,7 @@ class Collective:
         return [said[rank].payload for rank in range(self._mesh.num_ranks)]
 
     def _wait(self, said: dict[int, _Said], what: str) -> None:
-        patience = Patience(self._limit_s)
+        patience = Patience(self._limit_s, self.look)
         try:
             while missing := self._missing(said, what):
                 self.missing = missing

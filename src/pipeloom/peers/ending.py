@@ -64,8 +64,9 @@ class Ending:
             return
         self._is_closed = True
         if error is not None:
-            self._failures.report(error)
-        if not self._is_dying:
+            # Last words, because others may be in a later call already, in which an earlier one's failure is no news.
+            self._failures.say_last_words(self._failures.report(error))
+        elif not self._is_dying:
             self._mesh.broadcast(kinds.BYE)
         self._mesh.close()
         self._withdraw()

@@ -48,6 +48,11 @@ class Link:
         self._kind, self._body, self._num_filled = 0, _EMPTY, 0
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a frame is under way, in or out."""
+        return self.has_rest or self._num_filled < len(self._body)
+
+    @property
     def has_rest(self) -> bool:
         """Whether something waits for the socket to take it."""
         return bool(self._frame.parts or self._backlog)

@@ -113,6 +113,11 @@ class Mesh:
                 self._unsent.append(peer)
                 self._wake()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a frame is under way to or from a peer."""
+        return any(link.is_busy for link in self._links.values())
+
     def broadcast(self, kind: int, *parts: Part) -> None:
         """`send` to every other rank."""
         for peer in self._links:

@@ -22,6 +22,7 @@ from pipeloom.peers.mesh import Mesh
 
 _ANSWER_S = 1.0
 _NUM_FRAMES = 25
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,26 @@ class Stalls:
         message = f"keeps the others waiting; rank {self._mesh.rank} has waited {limit_s:g} s (the limit) for {what}"
         return Cause(blamed.rank, "stalled", blamed.doing or "no answer", message, render(chain, states))
 
+    def deadlock(self) -> Cause | None:
+        """The cause that all ranks wait and none does anything, now and a second later; None if that is not so.
+
+        Ranks that do not make the same calls wait for each other for ever; nobody has to sit out a limit for that.
+        """
+        states = self.ask()
+        if any(state.waits_for is None for state in states.values()):
+            return None
+        time.sleep(_PAUSE_S)
+        later = self.ask()
+        if not all(_goes_on(states[rank], later[rank]) for rank in states):
+            return None
+        chain = chain_from(self._mesh.rank, later)
+        first = min(later)
+        message = (
+            "all ranks wait for each other, and none does anything: they do not make the same calls on their pipeline, "
+            "in the same order"
+        )
+        return Cause(first, "stalled", later[first].doing, message, render(chain, later))
+
     def ask(self) -> dict[int, State]:
         """What every rank is doing, by rank; who does not answer within 1 s is found doing nothing."""
         states = {rank: State(rank, "") for rank in range(self._mesh.num_ranks)}
@@ -102,6 +123,12 @@ class Stalls:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame, _NUM_FRAMES)) if frame else ""
         return State(**{**asdict(self._state()), "rank": self._mesh.rank, "stack": stack})
+
+
+def _goes_on(one: State, later: State) -> bool:
+    """Whether a rank has waited for the same thing in between."""
+    is_same = (one.doing, one.waits_for) == (later.doing, later.waits_for)
+    return is_same and later.since_s >= one.since_s + _PAUSE_S / 2
 
 
 def chain_from(rank: int, states: Mapping[int, State]) -> list[int]:

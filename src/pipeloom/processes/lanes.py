@@ -95,11 +95,19 @@ class Lanes:
 
     def close(self) -> None:
         """Give the groups up, unless a receive still waits in one: gloo can't be told to stop."""
-        if not any(lane.is_busy for lane in self._incoming.values()):
+        is_busy = self.is_busy
+        for lane in self._incoming.values():
+            lane.close()
+        if not is_busy:
             for group in self._groups:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
                     dist.destroy_process_group(group)
         self._groups.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being received."""
+        return any(lane.num_due for lane in self._incoming.values())
 
     def _is_inline(self, stretch: Stretch, has_lane: bool) -> bool:
         return stretch.is_cpu and (stretch.num_bytes <= INLINE_BYTES or not has_lane or self._backend != "gloo")
@@ -130,20 +138,24 @@ class _Incoming:
         self._group = group
         self._peer = peer
         self._waits_here = waits_here
-        self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Sequence[Any]], None]]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Sequence[Any]], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.is_busy = False
+        self.num_due = 0
 
     def receive(self, parts: Sequence[Tensor], deliver: Callable[[Sequence[Any]], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"pipeloom-from-{self._peer}", daemon=True)
             self._thread.start()
+        self.num_due += 1
         self._inbox.put((parts, deliver))
 
+    def close(self) -> None:
+        """End the thread, once it has nothing to do."""
+        self._inbox.put(None)
+
     def _work(self) -> None:
-        while True:
-            parts, deliver = self._inbox.get()
-            self.is_busy = True
+        while (order := self._inbox.get()) is not None:
+            parts, deliver = order
             try:
                 works: list[Any] = [dist.irecv(part, self._peer, self._group) for part in parts]
                 if self._waits_here:
@@ -152,6 +164,6 @@ class _Incoming:
                     works = []
             except RuntimeError:  # the sender is gone, which its closed connection tells the rank
                 return
-            self.is_busy = False
+            self.num_due -= 1  # only this thread takes away, and adding is one step
             deliver(works)
-            del parts, deliver, works
+            del order, parts, deliver, works

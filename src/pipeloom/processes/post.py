@@ -58,10 +58,12 @@ class Parcel(NamedTuple):
     Args:
         leaves: tensors and plain values.
         form: what makes something of them; can be pickled.
+        is_usual: the form is one of a few that come again and again, and can be hashed.
     """
 
     leaves: tuple[Any, ...]
     form: Any
+    is_usual: bool = False
 
 
 class Waiting(NamedTuple):
@@ -139,6 +141,7 @@ class Post:
         call: which one this is; what is left of earlier ones is dropped.
         waiting: what is waited for right now.
         last_heard: per rank, the key that last came from it.
+        look: called every 5 s of waiting, to see whether there is any hope; it may raise.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Post:
         self._known: dict[tuple[int, bool, int], _Known] = {}
         self.call, self._packed_call = Call(0, 0, 0), _CALL.pack(0, 0, 0)
         self._is_running = False
+        self.look: Callable[[], None] | None = None
         self.waiting: Waiting | None = None
         self.last_heard: dict[int, bytes] = {}
         mesh.on(MESSAGE_KIND, self._received_large)
@@ -186,7 +190,7 @@ class Post:
             parcel: what it gets.
             is_direct: this rank will wait again in this call, and so send what the connection does not take at once.
         """
-        short = _short(parcel) if is_direct else None
+        short = _short(parcel) if is_direct and parcel.is_usual else None
         number = None if short is None else self._way(peer, is_small=True).short.get(short)
         if number is None:
             self._give(peer, key, parcel, short, is_direct)
@@ -220,6 +224,11 @@ class Post:
     def settle(self) -> None:
         """After all ranks took what was sent: let go of the memory."""
         self._lanes.settle()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way to this rank or from it, so that there is hope."""
+        return bool(self._direct.unsent) or self._lanes.is_busy or self._mesh.is_busy
 
     def flush(self, what: str) -> None:
         """Wait until the connections have taken what was given: nobody sends it while this rank does something else.
@@ -267,7 +276,7 @@ class Post:
     def _wait(self, is_over: Callable[[], bool], waiting: Waiting) -> None:
         self.waiting = waiting
         try:
-            self._wait_until(is_over, waiting, Patience(self._limit_s))
+            self._wait_until(is_over, waiting, Patience(self._limit_s, self.look))
         finally:
             self.waiting = None
 

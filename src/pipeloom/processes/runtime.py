@@ -36,6 +36,7 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
 
 T = TypeVar("T")
+_NUM_SAMPLES = 64
 _MOST_ACTIONS = 4096
 """Of a schedule whose spans go over connections that nobody reads while ranks compute: 64 KiB."""
 CONNECT_S = 60.0
@@ -113,6 +114,7 @@ class DistributedRuntime:
         self._since_s = time.monotonic()
         stalls = self._stalls
         self._collective.on_stall = lambda _, what: stalls.cause(what, limit_s)
+        self._collective.look = self._post.look = _weakly(self._look_for_a_deadlock, None)
         self._pid = os.getpid()
         self._ending = Ending(mesh, self._failures)
         self._let_go = weakref.finalize(self, _shut, self._ending, lanes, self._post)
@@ -231,6 +233,8 @@ class DistributedRuntime:
 
     def to_one(self, values: dict[str, Any], rank: int) -> dict[str, Any]:
         """Every rank's values on one rank, tensors on the CPU, and nothing on the others; collective."""
+        if rank not in range(self.num_ranks):
+            raise ProcessError(f"to={rank!r} was given; a rank is needed, from 0 to {self.num_ranks - 1}")
         parts = self._exchange(_on_cpu(values), range(self.num_ranks), [rank])
         if self.rank != rank:
             return {}
@@ -357,9 +361,17 @@ class DistributedRuntime:
     def _stalled(self, waiting: Waiting) -> Cause:
         return self._stalls.cause(waiting.what, self._limit_s)
 
+    def _look_for_a_deadlock(self) -> None:
+        cause = self._stalls.deadlock()
+        if cause is not None:
+            self._failures.tell(cause)
+            self._failures.check()
+
     def _state(self) -> State:
         """What this rank is doing; asked by others, in the thread of connections."""
         now_s, waiting, missing = time.monotonic(), self._post.waiting, self._collective.missing
+        if self._post.is_busy:
+            return State(self.rank, f"sends or receives at {self._place()}", None, now_s - self._since_s)
         if waiting is not None:
             doing = f"waits for {waiting.what} at {self._place()}"
             return State(self.rank, doing, waiting.peer, now_s - waiting.since_s)
@@ -371,11 +383,21 @@ class DistributedRuntime:
         return State(self.rank, self._place(), None, now_s - self._since_s)
 
     def _give(self, stage: int, key: str, value: Tensor | None) -> None:
-        value = None if value is None else value.cpu()
-        self._post.give(self._placement.rank_of(stage), key.encode(), Parcel((value,), None), is_direct=False)
+        self._post.give(self._placement.rank_of(stage), key.encode(), _parcel_of(value), is_direct=False)
 
     def _get(self, stage: int, key: str) -> Any:
-        return self._post.get(self._placement.rank_of(stage), key.encode()).leaves[0]
+        leaves, form, _ = self._post.get(self._placement.rank_of(stage), key.encode())
+        if form is None:
+            return leaves[0]
+        shape, is_coalesced = form
+        return torch.sparse_coo_tensor(leaves[0], leaves[1], shape, is_coalesced=is_coalesced)
+
+
+def _parcel_of(value: Tensor | None) -> Parcel:
+    """A weight, or its gradient, through the processor's memory; an embedding's gradient may be sparse."""
+    if value is None or not value.is_sparse:
+        return Parcel((None if value is None else value.cpu(),), None)
+    return Parcel((value._indices().cpu(), value._values().cpu()), (tuple(value.shape), value.is_coalesced()))
 
 
 def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
@@ -407,11 +429,10 @@ def _on_cpu(values: Mapping[str, Any]) -> Parcel:
 
 
 def _checksum(context: StepContext) -> int:
-    """Of the batch: shapes, dtypes, and some of the numbers."""
-    checksum = zlib.crc32(str(len(context.inputs)).encode())
-    for inputs in (context.inputs[0], context.inputs[-1]):
-        for leaf in flatten((inputs.args, inputs.kwargs, inputs.target))[0]:
-            checksum = zlib.crc32(_sample(leaf), checksum)
+    """Of the batch: how it is cut, shapes, dtypes, and some of the numbers."""
+    checksum = zlib.crc32(str([each.num_samples for each in context.inputs]).encode())
+    for leaf in flatten(context.batch)[0]:
+        checksum = zlib.crc32(_sample(leaf), checksum)
     return checksum
 
 
@@ -419,11 +440,11 @@ def _sample(leaf: Any) -> bytes:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__.encode()
     text = f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-    if leaf.device.type != "cpu" or leaf.layout is not torch.strided or not leaf.is_contiguous():
+    if leaf.device.type != "cpu" or leaf.layout is not torch.strided or not leaf.dim():
         return text  # reading a GPU's would wait for it
-    flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
-    chosen = flat[:: max(1, flat.numel() // 64)].contiguous()
-    return text + chosen.view(torch.uint8).numpy().tobytes()
+    per_dimension = max(2, round(_NUM_SAMPLES ** (1 / leaf.dim())))
+    chosen = leaf.detach()[tuple(slice(None, None, max(1, size // per_dimension)) for size in leaf.shape)]
+    return text + chosen.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _plain(verdict: Verdict | None) -> Any:

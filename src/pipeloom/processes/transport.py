@@ -80,12 +80,13 @@ class DistributedTransport:
         if isinstance(message, Gradients):
             self._check(action, message)
             form: Any = _BACKWARD[message.is_apart]
+            is_usual = True
         elif message.structure.container is None:
-            form = _ONE_TENSOR[message.needs_grad[0]]
+            form, is_usual = _ONE_TENSOR[message.needs_grad[0]], True
         else:
-            form = _ForwardForm(message.skeleton(), message.needs_grad)
+            form, is_usual = _ForwardForm(message.skeleton(), message.needs_grad), False
         peer, key, _ = self._route(action)
-        self._post.give(peer, key, Parcel(message.leaves, form))
+        self._post.give(peer, key, Parcel(message.leaves, form, is_usual))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
@@ -102,7 +103,7 @@ class DistributedTransport:
             ProcessError: the sender does not run the same call.
         """
         peer, key, _ = self._route(action)
-        leaves, form = self._post.get(peer, key)
+        leaves, form, _ = self._post.get(peer, key)
         self._num_live_slots -= 1
         if isinstance(form, _BackwardForm):
             return Gradients(leaves, form.is_apart)

@@ -28,6 +28,7 @@ class StepContext:
         step_index: which step this is, counted from 0.
         foreign: refuses draws that no key can reach.
         has_outputs: whether the last stage's outputs are kept.
+        batch: all that ``inputs`` were cut from.
         outputs: per micro-batch the last stage's output, detached, as they come.
         input_grads: per micro-batch the gradients of the leaves of its model inputs, as they come.
     """
@@ -39,6 +40,7 @@ class StepContext:
     step_index: int
     foreign: ForeignDraws
     has_outputs: bool
+    batch: Any = None
     outputs: dict[int, Any] = field(default_factory=dict)
     input_grads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
