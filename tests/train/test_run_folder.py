@@ -180,7 +180,9 @@ def test_nothing_to_continue_is_said(resume: str, message: str) -> None:
 
 def test_checkpoint_of_another_loop_is_refused() -> None:
     store_of(Path("other")).save(Snapshot(2, {"w": torch.ones(1)}, {}, {"seed": 0, "extra": None}))
-    with pytest.raises(CheckpointError, match="the checkpoint other/checkpoints/step-000002 was not saved by pipeloom train") as caught:
+    with pytest.raises(
+        CheckpointError, match="the checkpoint other/checkpoints/step-000002 was not saved by pipeloom train"
+    ) as caught:
         find_start("other", [])
     assert "load_checkpoint" in str(caught.value.hint)
 

@@ -21,6 +21,7 @@ from pipeloom.cli.parser import count
 from pipeloom.cli.terminal import print_error
 from pipeloom.errors import ConfigError, near
 from pipeloom.launch.rank import as_rank, is_launched
+from pipeloom.launch.together import find_job, together
 from pipeloom.train.config import SEE_HELP, Layer, read_config_file, resolve, sections, with_processes
 
 DESCRIPTION = """\
@@ -71,12 +72,14 @@ def _check(given: dict[str, Any], num_processes: int | None) -> list[Layer]:
 
 
 def _train(given: dict[str, Any]) -> int:
-    layers = _check(given, None)
+    job = find_job()
+    layers = together(job, "the command line", lambda: _check(given, None))
     from rich.console import Console
 
     from pipeloom.train.job import train
 
-    number = train(layers, Console(file=sys.stdout), resume=given.get("resume"), stop_after=given.get("stop_after"))
+    resume, stop_after = given.get("resume"), given.get("stop_after")
+    number = train(layers, Console(file=sys.stdout), resume=resume, stop_after=stop_after, job=job)
     return 128 + number if number else 0
 
 

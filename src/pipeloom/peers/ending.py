@@ -21,6 +21,7 @@ from types import TracebackType
 
 from pipeloom.errors import PeerFailed
 from pipeloom.peers import kinds
+from pipeloom.peers.cause import Cause
 from pipeloom.peers.failure import Failures
 from pipeloom.peers.mesh import Mesh
 
@@ -65,11 +66,25 @@ class Ending:
         self._is_closed = True
         if error is not None:
             # Last words, because others may be in a later call already, in which an earlier one's failure is no news.
-            self._failures.say_last_words(self._failures.report(error))
+            cause = self._failures.report(error)
+            self._failures.say_last_words(cause)
+            self._print_last(error, cause)
         elif not self._is_dying:
             self._mesh.broadcast(kinds.BYE)
         self._mesh.close()
         self._withdraw()
+
+    def _print_last(self, error: BaseException, cause: Cause) -> None:
+        """If nobody catches the exception: under its traceback the line that all ranks print."""
+        below = self._next_hook
+
+        def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+            below(kind, raised, trace)
+            if raised is error and not isinstance(error, PeerFailed):
+                sys.stderr.write(f"{cause.line}\n")
+                sys.stderr.flush()
+
+        self._next_hook = hook
 
     def _withdraw(self) -> None:
         atexit.unregister(self.close)

@@ -10,7 +10,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,7 +21,6 @@ from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import NonFiniteLoss, PeerFailed, PipeloomWarning, ProcessError, RuntimeStateError
 from pipeloom.ir import Placement, Schedule
 from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
-from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.post import Call, Parcel, Post, Waiting
 from pipeloom.processes.transport import DistributedTransport
@@ -72,6 +70,7 @@ class DistributedRuntime:
         placement: which rank runs which stage.
         ties: between one of these stages and one on another rank, by a number that both use.
         limit_s: how long to wait for another rank before that is called a stall.
+        has_ties: whether any two ranks share a weight.
 
     Attributes:
         rank: of this process.
@@ -87,38 +86,39 @@ class DistributedRuntime:
         placement: Placement,
         ties: Mapping[int, Tie],
         limit_s: float,
+        *,
+        has_ties: bool,
     ) -> None:
         self.rank, self.num_ranks = world.rank, world.num_ranks
-        self._stages = dict(stages)
-        self._placement = placement
-        self._ties = ties
+        self._stages, self._placement = dict(stages), placement
+        self._ties, self._has_ties = ties, has_ties
+        self._limit_s = limit_s
+        self._number, self._num_exchanges = 0, 0
+        self._what, self._since_s = "the start", time.monotonic()
+        self._is_inside = self._is_long = self._is_closed = False
+        self._control = Control(world.num_ranks)
+        self._pid = os.getpid()
+        self.trace: Trace | None = None
+        self.peak_live_slots: tuple[int, ...] = ()
+        direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
+        connections = direct.connect(local_host())
         mesh = Mesh.connect(world.store, world.rank, world.num_ranks)
         self._failures = Failures(mesh, _weakly(self._where, ""))
         self._collective = Collective(mesh, self._failures, limit_s)
+        self._stalls = stalls = Stalls(
+            mesh, self._failures, _weakly(self._state, State(self.rank, "its pipeline is gone"))
+        )
         lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
-        self._stalls = Stalls(mesh, self._failures, _weakly(self._state, State(self.rank, "its pipeline is gone")))
-        self._lanes = lanes
-        self._limit_s = limit_s
-        direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
-        sockets = direct.connect(local_host())
         stalled = _weakly(self._stalled, Cause(self.rank, "stalled", "", ""))
-        self._post = Post(mesh, partial(Direct, sockets), lanes, self._failures, limit_s, stalled)
+        self._post = Post(mesh, connections, lanes, self._failures, limit_s, stalled)
         self._transport = DistributedTransport(self._post)
-        self._control = Control(world.num_ranks)
-        self._number = 0
-        self._what = "the start"
-        self._is_inside = self._is_long = False
-        self._num_exchanges = 0
-        self.trace: Trace | None = None
-        self.peak_live_slots: tuple[int, ...] = ()
-        self._since_s = time.monotonic()
-        stalls = self._stalls
         self._collective.on_stall = lambda _, what: stalls.cause(what, limit_s)
         self._collective.look = self._post.look = _weakly(self._look_for_a_deadlock, None)
-        self._pid = os.getpid()
         self._ending = Ending(mesh, self._failures)
+        self._lanes = lanes
         self._let_go = weakref.finalize(self, _shut, self._ending, lanes, self._post)
-        mesh.start()
+        mesh.start()  # before torch's groups are made: that waits for all ranks, and does not hear of deaths
+        lanes.open()
 
     def meet(self, facts: Mapping[str, str], weights: str) -> None:
         """Compare what must be the same on all ranks, once, before the first step.
@@ -159,11 +159,11 @@ class DistributedRuntime:
             PeerFailed: another rank failed first, or is gone.
             BaseException: what a stage raised here. Gradients are as they were before.
         """
-        self._begin(plan.schedule, context)
         changes = GradientChanges({} if context.loss is None else self._scopes(context.loss), self._failed)
-        self.trace = Trace(plan.schedule) if has_trace else None
-        handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
         with changes, context.ambient.entered_here(), torch.set_grad_enabled(context.loss is not None):
+            self._begin(plan.schedule, context)
+            self.trace = Trace(plan.schedule) if has_trace else None
+            handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
             self._refresh()
             execute(plan, self.rank, handlers.table, self._transport, self._control, self.trace)
         return changes
@@ -178,8 +178,10 @@ class DistributedRuntime:
         times = None if self.trace is None else self.trace.of(self.rank)
         said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
         self._post.end()
+        what = f"the end of {self._what}"
+        self._post.flush(what)  # nobody sends the rest while this rank meets the others
         gather = self.all_gather if verdict is None or self._is_long else self._gathered
-        parts = [pickle.loads(each) for each in gather(said, f"the end of {self._what}")]
+        parts = [pickle.loads(each) for each in gather(said, what)]
         self._post.settle()
         self._leave()
         self.peak_live_slots = tuple(slots for _, _, slots in parts)
@@ -211,7 +213,7 @@ class DistributedRuntime:
 
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
-        self._check_process()
+        self._check_usable()
         self._since_s = time.monotonic()
         return self._collective.all_gather(payload, what)
 
@@ -225,6 +227,9 @@ class DistributedRuntime:
             if tie.owner_stage in self._stages:
                 share = self._get(tie.stage, f"share {number}")
                 tie.copy.grad = None if share is None else share.to(tie.copy.device)
+        if self._has_ties:  # or a rank could end its program with a share still under way
+            self.all_gather(b"", f"the shares of {self._what}")
+            self._post.settle()
 
     def to_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every rank's tensors on every rank, by name, on the CPU; collective."""
@@ -251,7 +256,7 @@ class DistributedRuntime:
 
     def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
         """Send to all receivers but this rank, then receive what came from others; nobody leaves before all have it."""
-        self._check_process()
+        self._check_usable()
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges} after {self._what}".encode()
         if self.rank in senders:
@@ -272,6 +277,7 @@ class DistributedRuntime:
 
     def close_after(self, error: BaseException | None) -> None:
         """Say why, if an exception of this rank's user is the reason, and close the connections."""
+        self._is_closed = True
         self._let_go.detach()
         _shut(
             self._ending, self._lanes, self._post, None if isinstance(error, NonFiniteLoss) else error
@@ -292,14 +298,11 @@ class DistributedRuntime:
                     tie.owner.copy_(self._get(tie.owner_stage, f"tie {number}"))
 
     def _begin(self, schedule: Schedule, context: StepContext) -> None:
-        self._check_process()
         self._number += 1  # first: the calls are counted alike on a rank that hears of a failure before it begins
+        self._num_exchanges = 0
         self._collective.epoch = self._number
-        try:
-            self._failures.check()
-        except PeerFailed:
-            self._leave()
-            raise
+        self._check_usable()
+        self._failures.check()
         self._is_inside, self._since_s = True, time.monotonic()
         self._control = Control(self.num_ranks)
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
@@ -334,7 +337,12 @@ class DistributedRuntime:
         if not self._failures.gone:
             self._failures.forget()
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeStateError(
+                "the pipeline is closed, and so are its connections to the other processes",
+                "do what needs all ranks (full_state_dict, unwrap, clip_grad_norm_) before close() or the end of `with`",
+            )
         if os.getpid() != self._pid:
             raise RuntimeStateError(
                 "a pipeline whose ranks are processes was used in a child that one of them forked; its connections are "

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from pipeloom.errors import DataError, PipeloomWarning
+from pipeloom.errors import DataError, PeerFailed, PipeloomError, PipeloomWarning
 from pipeloom.launch.together import Job, NoJob, find_job, from_first, gathered, num_started, together
 from pipeloom.pipeline import Pipeline
 from pipeloom.train.batches import Batches, held_out_windows
@@ -34,7 +34,12 @@ _OF_RANKS: Final = (*_OF_ONE, signal.SIGHUP)
 
 
 def train(
-    layers: Sequence[Layer], console: Console, *, resume: str | None = None, stop_after: int | None = None
+    layers: Sequence[Layer],
+    console: Console,
+    *,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    job: Job | NoJob | None = None,
 ) -> int:
     """Run or continue a training run; what is wrong with the input is found before a folder is made.
 
@@ -45,6 +50,7 @@ def train(
         console: where progress is shown, by the first rank.
         resume: as for `find_start`.
         stop_after: the step at which to stop, if not at the last.
+        job: the processes, if the caller has found them already.
 
     Returns:
         The number of the signal that stopped it, or 0.
@@ -53,11 +59,12 @@ def train(
         PipeloomError: whatever the user can put right; where several processes train, `SaidElsewhere` on all but one.
         PeerFailed: another rank failed.
     """
-    job, stop = find_job(), Stop()
+    job, stop = job or find_job(), Stop()
     if job.rank:
         console = Console(quiet=True)
         warnings.simplefilter("ignore", PipeloomWarning)  # what there is to warn of, the first rank warns of
-    start = find_start(resume, with_processes(layers, num_started()), job, job.remembered())
+    given = together(job, "the number of stages", lambda: with_processes(layers, num_started()))
+    start = find_start(resume, given, job, job.remembered())
     job.remember(start.origin)
     config = start.config
     # Each rank is a thread or a process already, and bits depend on how many threads share one operation.
@@ -71,8 +78,7 @@ def train(
         stack.enter_context(stop.listening(*(_OF_ONE if num_started() is None else _OF_RANKS)))
         stop.group = pipe.group
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        loop = together(pipe.group, "the start", lambda: _loop(start, corpus, pipe, stop))
-        prepared = from_first(pipe.group, "the run's folder", lambda: prepare_folder(start))
+        loop, prepared = _begun(start, corpus, pipe, stop)
         notes = (*start.notes, *prepared, *_nothing_left(start, stop_after))
         _introduce(console, start, corpus, pipe, num_parameters, notes)
         loop.sink = stack.enter_context(_sinks(start, console, pipe.group.rank))
@@ -112,6 +118,18 @@ def _pipeline(config: TrainingConfig) -> tuple[nn.Module, Pipeline]:
         trace=True,
     )
     return model, pipe
+
+
+def _begun(start: Start, corpus: Corpus, pipe: Pipeline, stop: Stop) -> tuple[Loop, Sequence[str]]:
+    """Make the loop and the run's folder; return what there is to say about that."""
+    try:
+        loop = together(pipe.group, "the start", lambda: _loop(start, corpus, pipe, stop))
+        return loop, from_first(pipe.group, "the run's folder", lambda: prepare_folder(start))
+    except PeerFailed:
+        raise
+    except PipeloomError:
+        pipe.close()  # every rank raises it: nobody has to be told
+        raise
 
 
 def _loop(start: Start, corpus: Corpus, pipe: Pipeline, stop: Stop) -> Loop:
