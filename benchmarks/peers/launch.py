@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,9 +42,8 @@ def seen_by_processes(trial: Trial) -> list[dict[str, Any]]:
 
 def _run(command: list[str]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with _ending_on_sigterm(), subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
         try:
             written, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -51,6 +53,16 @@ def _run(command: list[str]) -> None:
             raise
     if process.returncode:
         raise TrialFailed(_cause(written))
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the processes too; by itself it would end this one only, and leave them."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _python_path() -> str:

@@ -1,6 +1,8 @@
 """The peers in real processes, as the benchmark starts them; how fast they are is no test's business."""
 
 import os
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -46,11 +48,27 @@ def test_a_failure_brings_its_own_cause():
         seen_by_processes(replace(VIRTUAL, num_processes=1, peers=("nobody",)))
 
 
+LINGER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); {}; time.sleep(600)"
+
+
+def linger(file, meanwhile="pass"):
+    """The command of a process that says who it is, does something and stays."""
+    return [sys.executable, "-c", LINGER.format(meanwhile), str(file)]
+
+
 def test_processes_that_do_not_end_are_ended(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "LIMIT_S", 1.0)
-    waiting = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(TrialFailed, match="no end after 1 s"):
-        launch._run([launch.sys.executable, "-c", waiting])
+    monkeypatch.setattr(launch, "LIMIT_S", 2.0)
+    with pytest.raises(TrialFailed, match="no end after 2 s"):
+        launch._run(linger(tmp_path / "pid"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_sigterm_ends_the_processes_too(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        launch._run(linger(tmp_path / "pid", f"os.kill(os.getppid(), {int(signal.SIGTERM)})"))
+    assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
