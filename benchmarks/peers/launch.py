@@ -47,7 +47,7 @@ def _run(command: list[str]) -> None:
         try:
             written, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise TrialFailed(f"no end after {LIMIT_S:.0f} s; {_ended(process)[-2000:]}") from None
+            raise TrialFailed(f"no end after {LIMIT_S:g} s; {_ended(process)[-2000:]}") from None
         except BaseException:
             _ended(process)
             raise

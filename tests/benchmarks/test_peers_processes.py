@@ -1,6 +1,5 @@
 """The peers in real processes, as the benchmark starts them; how fast they are is no test's business."""
 
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -48,29 +47,37 @@ def test_a_failure_brings_its_own_cause():
         seen_by_processes(replace(VIRTUAL, num_processes=1, peers=("nobody",)))
 
 
-LINGER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); {}; time.sleep(600)"
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that were started."""
+    started, popen = [], launch.subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
+    return started
 
 
-def linger(file, meanwhile="pass"):
-    """The command of a process that says who it is, does something and stays."""
-    return [sys.executable, "-c", LINGER.format(meanwhile), str(file)]
+def lingering(meanwhile="pass"):
+    """The command of a process that does something and stays."""
+    return [sys.executable, "-c", f"import os, time; {meanwhile}; time.sleep(600)"]
 
 
-def test_processes_that_do_not_end_are_ended(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "LIMIT_S", 2.0)
-    with pytest.raises(TrialFailed, match="no end after 2 s"):
-        launch._run(linger(tmp_path / "pid"))
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+def test_processes_that_do_not_end_are_ended(monkeypatch, started):
+    monkeypatch.setattr(launch, "LIMIT_S", 0.5)
+    with pytest.raises(TrialFailed, match="no end after 0.5 s"):
+        launch._run(lingering())
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
-def test_sigterm_ends_the_processes_too(tmp_path):
+def test_sigterm_ends_the_processes_too(started):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
-        launch._run(linger(tmp_path / "pid", f"os.kill(os.getppid(), {int(signal.SIGTERM)})"))
+        launch._run(lingering(f"os.kill(os.getppid(), {int(signal.SIGTERM)})"))
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 def test_torchruns_own_traceback_is_cut_off():
