@@ -67,7 +67,7 @@ def lingering(meanwhile="pass"):
 
 def test_processes_that_do_not_end_are_ended(monkeypatch, started):
     monkeypatch.setattr(launch, "LIMIT_S", 0.5)
-    with pytest.raises(TrialFailed, match="no end after 0.5 s"):
+    with pytest.raises(TrialFailed, match=r"no end after 0\.5 s"):
         launch._run(lingering())
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
