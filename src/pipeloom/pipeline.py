@@ -313,7 +313,7 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._is_closed = True
-        self._ranks.runtime.close_after(error)
+        self._ranks.runtime.close_after(error if isinstance(error, Exception) else None)  # leaving early is no failure
 
     # How it is wired.
 

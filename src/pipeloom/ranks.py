@@ -91,8 +91,14 @@ def place(
     if world is None:
         return Ranks(frozenset(here), share, LocalRuntime(stages, programs.placement))
     by_index = dict(zip(here, stages, strict=True))
-    runtime = DistributedRuntime(world, by_index, programs.placement, ties.crossing(here), limit_s)
-    runtime.meet(facts, weights)
+    has_ties = any(ties.crossing(programs.placement.stages_of(rank)) for rank in range(num_ranks))
+    crossing = ties.crossing(here)
+    runtime = DistributedRuntime(world, by_index, programs.placement, crossing, limit_s, has_ties=has_ties)
+    try:
+        runtime.meet(facts, weights)
+    except BaseException as error:
+        runtime.close_after(error)
+        raise
     return Ranks(frozenset(here), share, runtime)
 
 

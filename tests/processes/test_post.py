@@ -7,7 +7,6 @@ import torch
 
 from pipeloom.errors import PeerFailed, ProcessError
 from pipeloom.peers import Cause
-from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.post import _MAX_DESCRIPTIONS, Call, Parcel, Post
 
@@ -55,7 +54,7 @@ def made(peer, mesh, connection, limit_s):
     stalled = lambda waiting: Cause(waiting.peer, "stalled", waiting.what, "")  # noqa: E731
     post = Post(
         mesh,
-        lambda received: Direct({peer: connection}, received),
+        {peer: connection},
         Lanes("gloo", [0, 1], (), 1 - peer, None),
         Quiet(),
         limit_s,

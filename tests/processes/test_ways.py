@@ -88,6 +88,10 @@ def test_a_loss_over_a_weight_of_another_process_is_refused(tmp_path):
         ways.steps_in_a_child,
         ways.makes_many_and_closes_none,
         ways.ties_a_sparse_embedding,
+        ways.ends_right_after_a_step_with_a_large_tie,
+        ways.evaluates_more_than_the_sockets_hold,
+        ways.is_used_after_it_was_closed,
+        ways.evaluation_keeps_nothing,
     ],
 )
 def test_what_once_went_wrong(function, tmp_path):
@@ -120,3 +124,25 @@ def test_calls_that_others_do_not_make_are_found(call, tmp_path):
     assert len(set(lines)) == 1
     said = "all ranks wait for each other, and none does anything: they do not make the same calls"
     assert said in lines[0] or "the ranks are at different places" in ranks.output(0)
+
+
+def test_a_torn_transfer_is_never_taken_for_another(tmp_path):
+    ranks = start(ways.goes_on_after_a_torn_transfer, 2, tmp_path)
+    assert ranks.wait() == [1, 1]
+    for rank in range(2):
+        assert "an earlier transfer was interrupted in the middle" in ranks.output(rank)
+
+
+def test_a_death_while_the_pipeline_is_made(tmp_path):
+    """The other rank waited for torch's group, half an hour, and said nothing."""
+    ranks = start(ways.dies_while_others_make_the_pipeline, 2, tmp_path)
+    assert ranks.wait() == [1, 9]
+    assert "is gone: its process ended without a word" in ranks.last_lines(0)[-1]
+
+
+def test_the_same_last_line_from_within_a_context(tmp_path):
+    ranks = start(ways.fails_within_a_context, 2, tmp_path)
+    assert ranks.wait() == [1, 1]
+    lines = [ranks.last_lines(rank)[-1].removeprefix(f"[rank{rank}]: ") for rank in range(2)]
+    assert lines[0] == lines[1]
+    assert lines[0].endswith("ValueError: the user's own mistake")

@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import threading
+import time
+import weakref
 from collections import namedtuple
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import RuntimeStateError
+from pipeloom.errors import PeerFailed, RuntimeStateError
+from pipeloom.processes.lanes import Lanes
 from pipeloom.testing import sequential_step
 from tests.facade.models import Calls
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients, assert_same_state
@@ -322,3 +325,91 @@ class UsesTable(nn.Module):
         """(B, T, WIDTH) → the same, and a row of the table."""
         row = nn.functional.embedding(torch.zeros(1, dtype=torch.long), self.weight, sparse=True)
         return x + row
+
+
+def ends_right_after_a_step_with_a_large_tie() -> None:
+    """The share of the gradient was still under way when the program ended."""
+    model = nn.Sequential(nn.Embedding(200_000, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 200_000, bias=False))
+    model[2].weight = model[0].weight
+    pipe = pl.Pipeline(model, cuts=[1], num_microbatches=2, loss_fn=lambda o: o.square().mean())
+    pipe.step(torch.zeros(2, 1, dtype=torch.long))
+
+
+def evaluates_more_than_the_sockets_hold() -> None:
+    """The last stage is late; what the first one has sent by then is more than connections take."""
+    late = [True]
+
+    def slow(x: Tensor) -> Tensor:
+        if late.pop() if late else False:
+            time.sleep(2.0)
+        return x
+
+    layers = [nn.Linear(WIDTH, 3_000), nn.Sequential(Calls(slow), nn.Linear(3_000, 1))]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, num_microbatches=900, loss_fn=lambda o: o.mean()) as pipe:
+        output = pipe(torch.ones(900, WIDTH))
+        assert (output is None) == (pipe.group.rank == 0)
+
+
+def goes_on_after_a_torn_transfer() -> None:
+    """Ctrl-C between a large tensor and its header: the next step once computed with this step's numbers."""
+    layers = [nn.Linear(WIDTH, 40_000), nn.Linear(40_000, WIDTH)]
+    pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=2, num_microbatches=1, loss_fn=lambda o: o.mean())
+    if pipe.group.rank == 0:
+        send = pipe._ranks.runtime._post._mesh.send
+
+        def interrupted(*_: object) -> None:
+            pipe._ranks.runtime._post._mesh.send = send
+            raise KeyboardInterrupt
+
+        pipe._ranks.runtime._post._mesh.send = interrupted
+    with pytest.raises((KeyboardInterrupt, PeerFailed)):
+        pipe.step(torch.ones(4, WIDTH))
+    pipe.step(torch.ones(4, WIDTH))
+
+
+def dies_while_others_make_the_pipeline() -> None:
+    """Between the connections and the groups."""
+    if os.environ["RANK"] == "1":
+        Lanes.open = lambda _: os._exit(9)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    pl.Pipeline(nn.Sequential(*layers), num_stages=2)
+
+
+def is_used_after_it_was_closed() -> None:
+    """Each call says so."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum()) as pipe:
+        pipe.step(torch.ones(2, WIDTH))
+    for call in (
+        pipe.full_state_dict,
+        pipe.unwrap,
+        lambda: pipe.clip_grad_norm_(1.0),
+        lambda: pipe(torch.ones(2, WIDTH)),
+    ):
+        with pytest.raises(RuntimeStateError, match="the pipeline is closed"):
+            call()
+
+
+def fails_within_a_context() -> None:
+    """The recommended form; the failing rank once lacked the line that the others end with."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), Calls(_fail))]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, loss_fn=lambda o: o.sum()) as pipe:
+        pipe.step(torch.ones(2, WIDTH))
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise ValueError("the user's own mistake")
+
+
+def evaluation_keeps_nothing() -> None:
+    """A boundary tensor is free once its stage has read it."""
+    seen = []
+
+    def noted(x: Tensor) -> Tensor:
+        assert all(each() is None for each in seen), "an earlier micro-batch's input is still there"
+        seen.append(weakref.ref(x))
+        return x * 2
+
+    layers = [nn.Linear(WIDTH, WIDTH), Calls(noted)]
+    with pl.Pipeline(nn.Sequential(*layers), num_stages=2, num_microbatches=4, loss_fn=lambda o: o.sum()) as pipe:
+        pipe(torch.ones(8, WIDTH))

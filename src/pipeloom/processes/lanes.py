@@ -7,6 +7,7 @@ a receive that waits holds up the send that the other side waits for. Here each 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
@@ -21,7 +22,10 @@ from pipeloom.processes.wire import Description, Stretch, rooms
 INLINE_BYTES = 1 << 16
 """Up to this a tensor travels with its header: two messages would take longer than the bytes [seen on loopback]."""
 
-Delivery = Callable[[Sequence[Tensor], Sequence[Any]], None]
+_UNTIL_NEWS_S = 1.0
+
+Delivery = Callable[[Any, Any], None]
+"""Gets the memory, and what still has to be waited for; or twice the error."""
 
 
 class Lanes:
@@ -43,19 +47,23 @@ class Lanes:
         rank: int,
         device: torch.device | None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._ranks, self._rank = backend, ranks, rank
+        self._channels = sorted(set(channels))
         self._device = device or torch.device("cpu")
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._groups: list[Any] = []
-        for sender, receiver in sorted(set(channels)):
-            # Every process of the world takes part in making each group, also those that are not in it.
-            group = dist.new_group([ranks[sender], ranks[receiver]], backend=backend)
+
+    def open(self) -> None:
+        """Make the groups; every process of the world takes part in each, also those that are not in it."""
+        for sender, receiver in self._channels:
+            one, other = self._ranks[sender], self._ranks[receiver]
+            group = dist.new_group([one, other], backend=self._backend)
             self._groups.append(group)
-            if sender == rank:
-                self._outgoing[receiver] = _Outgoing(group, ranks[receiver])
-            if receiver == rank:
-                self._incoming[sender] = _Incoming(group, ranks[sender], waits_here=backend == "gloo")
+            if sender == self._rank:
+                self._outgoing[receiver] = _Outgoing(group, other)
+            if receiver == self._rank:
+                self._incoming[sender] = _Incoming(group, one, waits_here=self._backend == "gloo")
 
     def divided(
         self, peer: int, stretches: Sequence[Stretch], memory: Sequence[Tensor]
@@ -84,7 +92,9 @@ class Lanes:
                 room.copy_(torch.frombuffer(inline, dtype=torch.uint8, count=stretch.num_bytes, offset=start))
                 start += stretch.num_bytes
         if missing:
-            self._incoming[peer].receive(missing, lambda works: deliver(memory, works))
+            self._incoming[peer].receive(
+                missing, lambda works: deliver(works if isinstance(works, Exception) else memory, works)
+            )
         else:
             deliver(memory, ())
 
@@ -138,11 +148,11 @@ class _Incoming:
         self._group = group
         self._peer = peer
         self._waits_here = waits_here
-        self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Sequence[Any]], None]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Any], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.num_due = 0
 
-    def receive(self, parts: Sequence[Tensor], deliver: Callable[[Sequence[Any]], None]) -> None:
+    def receive(self, parts: Sequence[Tensor], deliver: Callable[[Any], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"pipeloom-from-{self._peer}", daemon=True)
             self._thread.start()
@@ -162,7 +172,9 @@ class _Incoming:
                     for work in works:
                         work.wait()
                     works = []
-            except RuntimeError:  # the sender is gone, which its closed connection tells the rank
+            except RuntimeError as error:
+                time.sleep(_UNTIL_NEWS_S)  # if the sender is gone, its closed connection says so, and better
+                deliver(error)
                 return
             self.num_due -= 1  # only this thread takes away, and adding is one step
             deliver(works)

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeloom.errors import BatchError, ProcessError
+from pipeloom.errors import BatchError, ProcessError, RuntimeStateError
 from pipeloom.peers import Cause, Failures, Mesh, Overdue, Patience
 from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
@@ -32,6 +33,7 @@ MESSAGE_KIND = 16
 _CALL = struct.Struct("<QII")
 _HEADER = struct.Struct(f"<{_CALL.size}sHII")
 """The call's three numbers, the length of the key, the number of the description and the length of its text."""
+_UNTIL_NEWS_S = 0.3
 _SMALL_BYTES = 1 << 14
 _MAX_DESCRIPTIONS = 256
 _WORDS = (1 << 32) - 1
@@ -131,7 +133,7 @@ class Post:
 
     Args:
         mesh: connections that a thread reads, not yet started.
-        direct: makes connections that this rank reads itself, from what receives.
+        connections: to the other ranks, for this one to read itself.
         lanes: carry what is large.
         failures: end a wait.
         limit_s: how long a parcel may be waited for.
@@ -147,7 +149,7 @@ class Post:
     def __init__(
         self,
         mesh: Mesh,
-        direct: Callable[[Callable[[int, memoryview], None]], Direct],
+        connections: Mapping[int, socket.socket],
         lanes: Lanes,
         failures: Failures,
         limit_s: float,
@@ -155,14 +157,14 @@ class Post:
     ) -> None:
         self._mesh, self._lanes, self._failures = mesh, lanes, failures
         self._limit_s, self._stalled = limit_s, stalled
-        self._direct = direct(self._received_small)
+        self._direct = Direct(connections, self._received_small)
         self._arrived: dict[tuple[int, bytes], Any] = {}
         self._come: deque[_Arrival] = deque()
         self._early: list[_Arrival] = []
         self._ways: dict[tuple[int, bool], _Way] = {}
         self._known: dict[tuple[int, bool, int], _Known] = {}
         self.call, self._packed_call = Call(0, 0, 0), _CALL.pack(0, 0, 0)
-        self._is_running = False
+        self._is_running = self._is_torn = False
         self.look: Callable[[], None] | None = None
         self.waiting: Waiting | None = None
         self.last_heard: dict[int, bytes] = {}
@@ -207,6 +209,8 @@ class Post:
             ProcessError: the sender does not run the same call.
         """
         known, memory, works = self._arrived.pop((peer, key), None) or self._awaited(peer, key)
+        if isinstance(works, Exception):
+            raise self._lane_failed(works) from works
         for work in works:
             work.wait()
         leaves = (memory,) if known.only else unpacked(known.description, memory)
@@ -222,8 +226,16 @@ class Post:
         return words
 
     def settle(self) -> None:
-        """After all ranks took what was sent: let go of the memory."""
-        self._lanes.settle()
+        """After all ranks took what was sent: let go of the memory.
+
+        Raises:
+            PeerFailed: one of them is gone.
+            ProcessError: torch.distributed failed by itself.
+        """
+        try:
+            self._lanes.settle()
+        except RuntimeError as error:
+            raise self._lane_failed(error) from error
 
     @property
     def is_busy(self) -> bool:
@@ -243,12 +255,26 @@ class Post:
         """Close the connections that are this rank's to read."""
         self._direct.close()
 
+    def _lane_failed(self, error: Exception) -> ProcessError:
+        time.sleep(_UNTIL_NEWS_S)
+        self._failures.check()
+        return ProcessError(
+            f"torch.distributed failed to carry a tensor: {error}", "see what it says; start all processes again"
+        )
+
     def _give(self, peer: int, key: bytes, parcel: Parcel, short: Hashable, is_direct: bool) -> None:
+        if self._is_torn:
+            raise RuntimeStateError(
+                "an earlier transfer was interrupted in the middle, and what followed it would be taken for its rest",
+                "make a new pipeline, in all processes",
+            )
         description, memory = packed(parcel.leaves)
+        pickled = _pickled(description, parcel.form)
         inline, rest = self._lanes.divided(peer, description.stretches, memory)
         is_small = is_direct and not rest and sum(part.numel() for part in inline) <= _SMALL_BYTES
         way = self._way(peer, is_small=is_small)
-        number, text = way.numbered(_pickled(description, parcel.form))
+        self._is_torn = True  # unless all of the following is done: Ctrl-C may come between any two lines
+        number, text = way.numbered(pickled)
         if short is not None and is_small:
             way.short[short] = number
         self._lanes.send(peer, rest)
@@ -258,6 +284,7 @@ class Post:
             self._direct.send(peer, b"".join(parts))
         else:
             self._mesh.send(peer, MESSAGE_KIND, *parts)
+        self._is_torn = False
 
     def _way(self, peer: int, *, is_small: bool) -> _Way:
         found = self._ways.get((peer, is_small))
@@ -341,7 +368,7 @@ class Post:
 
     def _delivery(self, sender: int, call: bytes, key: bytes, known: _Known) -> Callable[[Any, Any], None]:
         def deliver(memory: Any, works: Any) -> None:
-            if known.only is not None:
+            if known.only is not None and not isinstance(memory, Exception):
                 (memory,) = unpacked(known.description, memory)
             arrival = _Arrival(sender, Call(*_CALL.unpack(call)), key, (known, memory, works))
             self._come.append(arrival)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
 from pipeloom.batch.trees import Structure, flatten
 from pipeloom.errors import BatchError
 from pipeloom.ir import Action, Schedule
 from pipeloom.ir.relations import counterpart
 from pipeloom.processes.post import Call, Parcel, Post
+from pipeloom.processes.wire import shapes
 from pipeloom.runtime.boundary import Gradients, Message
 
 
@@ -60,7 +61,7 @@ class DistributedTransport:
         self._post = post
         self._routes: dict[int, _Route] = {}
         self._schedule: Schedule | None = None
-        self._received: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._received: dict[tuple[int, int], list[Any]] = {}
         self._num_live_slots = self.peak_live_slots = 0
 
     def begin(self, schedule: Schedule, call: Call) -> None:
@@ -107,7 +108,8 @@ class DistributedTransport:
         self._num_live_slots -= 1
         if isinstance(form, _BackwardForm):
             return Gradients(leaves, form.is_apart)
-        self._received[action.stage, action.microbatch] = leaves
+        if any(form.needs_grad):
+            self._received[action.stage, action.microbatch] = shapes(leaves)
         return Message(leaves, form.structure, form.needs_grad)
 
     def _route(self, action: Action) -> _Route:
@@ -121,15 +123,15 @@ class DistributedTransport:
         return found
 
     def _check(self, action: Action, gradients: Gradients) -> None:
-        values = self._received.pop((action.stage, action.microbatch))
-        for leaf, (value, grad) in enumerate(zip(values, gradients.leaves, strict=True)):
-            if grad is not None and (grad.shape != value.shape or grad.dtype != value.dtype):
+        meant = self._received.pop((action.stage, action.microbatch), None)
+        for leaf, (spec, grad) in enumerate(zip(meant or (), gradients.leaves, strict=bool(meant))):
+            if grad is not None and spec != (grad.dtype, grad.shape):
                 raise BatchError(
-                    f"the gradient of leaf {leaf} of what stage {action.stage} received is {_spec(grad)}, but the "
-                    f"leaf is {_spec(value)}; it was not sent",
+                    f"the gradient of leaf {leaf} of what stage {action.stage} received is "
+                    f"{_spec(grad.dtype, grad.shape)}, but the leaf is {_spec(*spec)}; it was not sent",
                     "look for a hook or an autograd.Function in that stage that returns another gradient",
                 )
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+def _spec(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{tuple(shape)}"

@@ -90,8 +90,24 @@ def _num_local() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def _backend() -> str:
+    """What carries tensors in the default group: one that was made without saying has gloo for CPUs, NCCL for GPUs."""
+    name = str(dist.get_backend())
+    if name in ("gloo", "nccl"):
+        return name
+    known = str(dist.get_backend_config())
+    if "nccl" in known and torch.cuda.is_available():
+        return "nccl"
+    if "gloo" in known:
+        return "gloo"
+    raise ProcessError(
+        f"the process group's backend is {name!r} ({known}); a pipeline's ranks need gloo or nccl",
+        'make it with torch.distributed.init_process_group("gloo"), or let Pipeline make it',
+    )
+
+
 def _world() -> World:
-    backend = str(dist.get_backend()).rpartition(":")[2]
+    backend = _backend()
     is_on_gpu = backend == "nccl"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank()))) if is_on_gpu else None
     # Private: what the group was made with, whoever made it. Ranks make their pipelines in the same order.
