@@ -10,7 +10,8 @@ import pytest
 
 from pipeloom import cli
 from pipeloom.cli.train import build_parser, flag_names, parse
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, PeerFailed
+from pipeloom.launch.words import Ended
 
 GOLDEN = Path(__file__).parent / "golden" / "help_train.txt"
 TINY = """
@@ -153,6 +154,12 @@ def test_every_flag_has_a_unique_name():
         (["--train.batch_size", "1"], "train.batch_size is 1, fewer than the 2 micro-batches"),
         (["--train.stps", "3"], "there is no flag '--train.stps'"),
         (["--stop_after", "0"], "--stop_after was given 0"),
+        (["--launch", "0"], "argument --launch: 0 was given; at least 1 is needed"),
+        (["--launch", "2", "--max_restarts", "-1"], "argument --max_restarts: -1 was given; at least 1 is needed"),
+        (["--max-restarts", "2"], "--max_restarts was given without --launch"),
+        (["--launch", "2", "--pipeline.num_stages", "3"], "num_stages is 3, but there are 2 processes"),
+        (["--launch", "2", "--train.steps", "x"], "command line: train.steps was given 'x'"),
+        (["--launch", "2", "--resume", "--stop-after", "0"], "--stop_after was given 0"),
         (["--pipeline.schedule", "1f1"], "schedule '1f1' is unknown"),
         (["--pipeline.num_stages", "9"], "9 stages were asked for"),
         (["--data.paths", "nowhere.txt"], "cannot read the data path 'nowhere.txt'"),
@@ -238,3 +245,37 @@ def test_own_model_with_another_output_is_refused(capsys, monkeypatch):
 def test_a_run_that_was_stopped_has_a_code_of_its_own(number, code, monkeypatch):
     monkeypatch.setattr("pipeloom.train.job.train", lambda layers, console, **options: number)
     assert cli.main(["train"]) == code
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "error"),
+    [
+        (Ended(0), 0, ""),
+        (Ended(143), 143, ""),
+        (Ended(2, "wrong", "mend it"), 2, "pipeloom: error: wrong\nhint: mend it\n"),
+        (Ended(1, "Traceback\nrank 1: ValueError: boom"), 1, "Traceback\nrank 1: ValueError: boom\n"),
+    ],
+)
+def test_launcher_has_the_last_word(ended, code, error, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr("pipeloom.launch.agent.Launch.run", lambda launch: made.append(launch) or ended)
+    assert train("--config", "tiny.toml", "--launch", "2", "--max-restarts", "3") == code
+    assert capsys.readouterr() == ("", error)
+    (launch,) = made
+    assert (launch.num_ranks, launch.max_restarts) == (2, 3)
+    assert list(launch.command[1:6]) == ["-u", "-m", "pipeloom", "train", "--config"]
+
+
+def test_launcher_under_a_launcher_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert train("--config", "tiny.toml", "--launch", "2") == 2
+    assert "--launch was given, but a launcher has started this process" in capsys.readouterr().err
+
+
+def test_failure_of_a_peer_is_no_wrong_value(capsys, monkeypatch):
+    def fail(*args, **options):
+        raise PeerFailed("rank 0 stops, because rank 1 failed", cause=None)
+
+    monkeypatch.setattr("pipeloom.train.job.train", fail)
+    assert train("--config", "tiny.toml") == 1
+    assert capsys.readouterr().err == "pipeloom: error: rank 0 stops, because rank 1 failed\n"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import ConfigError
-from pipeloom.train.config import Layer, TrainingConfig, read_config_file, resolve, sections, to_toml
+from pipeloom.train.config import Layer, TrainingConfig, read_config_file, resolve, sections, to_toml, with_processes
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
@@ -136,3 +136,41 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_shipped_configurations_resolve(path: Path) -> None:
     assert resolve([read_config_file(path)]) != TrainingConfig()
+
+
+SAVED = Layer("the configuration of the checkpoint", {"pipeline": {"num_stages": 4}})
+
+
+@pytest.mark.parametrize(("num_processes", "num_stages"), [(None, 2), (1, 1), (3, 3)])
+def test_processes_are_the_default_number_of_stages(num_processes: int | None, num_stages: int) -> None:
+    layers = with_processes([Layer("command line", {"train": {"steps": 3}})], num_processes)
+    assert resolve(layers).pipeline.num_stages == num_stages
+    assert resolve([SAVED, *layers]).pipeline.num_stages == (num_stages if num_processes else 4)
+
+
+@pytest.mark.parametrize("given", [3, "3"])
+def test_number_of_stages_may_be_said_twice(given: object) -> None:
+    layers = [Layer("run.toml", {"pipeline": {"num_stages": 2}}), Layer("flags", {"pipeline": {"num_stages": given}})]
+    assert resolve(with_processes(layers, 3)).pipeline.num_stages == 3
+
+
+def test_other_number_of_stages_than_processes_is_refused() -> None:
+    layers = [Layer("run.toml", {"pipeline": {"num_stages": 2}}), Layer("flags", {"train": {"seed": 1}})]
+    with pytest.raises(
+        ConfigError, match=r"^run\.toml: pipeline\.num_stages is 2, but there are 3 processes"
+    ) as caught:
+        with_processes(layers, 3)
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith("leave pipeline.num_stages out: it is then 3")
+
+
+def test_one_process_may_hold_many_stages() -> None:
+    layers = with_processes([Layer("flags", {"pipeline": {"num_stages": 4}})], 1)
+    assert resolve(layers).pipeline.num_stages == 4
+
+
+@pytest.mark.parametrize("table", [3, {"num_stage": 3}])
+def test_bad_table_is_left_to_the_check_of_keys(table: object) -> None:
+    layers = with_processes([Layer("f.toml", {"pipeline": table})], 2)
+    with pytest.raises(ConfigError, match=r"f\.toml: "):
+        resolve(layers)

@@ -18,6 +18,7 @@ from pipeloom.train.metrics import (
     live_bar,
     peak_memory_bytes,
     say,
+    set_repeated_aside,
     tensorboard,
 )
 
@@ -158,3 +159,51 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
     block = bytearray(50_000_000)
     assert 10_000_000 < before <= peak_memory_bytes() < 1e12
     assert len(block) == 50_000_000
+
+
+def line(kind: str, step: int) -> str:
+    return json.dumps({"kind": kind, "step": step}) + "\n"
+
+
+def metrics_of_a_run(path: Path) -> list[str]:
+    """Held-out losses at 0, 2 and 4, steps 1 to 5."""
+    lines = [line("held_out", 0)]
+    for step in range(1, 6):
+        lines += [line("step", step), *([line("held_out", step)] if step % 2 == 0 else [])]
+    path.write_text("".join(lines))
+    return lines
+
+
+@pytest.mark.parametrize(("step_index", "num_kept"), [(0, 0), (1, 2), (2, 3), (4, 6), (5, 8)])
+def test_repeated_steps_are_set_aside(tmp_path: Path, step_index: int, num_kept: int) -> None:
+    """The step itself stays; the held-out loss after it is measured again."""
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics-set-aside.jsonl"
+    lines = metrics_of_a_run(path)
+    set_repeated_aside(path, step_index)
+    assert path.read_text() == "".join(lines[:num_kept])
+    assert (aside.read_text() if aside.exists() else "") == "".join(lines[num_kept:])
+    assert len(list(tmp_path.iterdir())) == 1 + aside.exists()
+
+
+def test_what_is_set_aside_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        metrics_of_a_run(path)
+        set_repeated_aside(path, 4)
+    assert (tmp_path / "metrics-set-aside.jsonl").read_text() == 2 * (line("held_out", 4) + line("step", 5))
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"kind": "step", "st', '{"kind": "step", "step": 2}', '{"step": 2}\n', "[]\n", "\udcff"]
+)
+def test_torn_line_is_set_aside(tmp_path: Path, torn: str) -> None:
+    """The process was killed while it wrote it."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes((line("step", 1) + torn).encode(errors="surrogateescape"))
+    set_repeated_aside(path, 3)
+    assert path.read_text() == line("step", 1)
+
+
+def test_run_without_metrics_has_nothing_to_set_aside(tmp_path: Path) -> None:
+    set_repeated_aside(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []

@@ -202,3 +202,55 @@ def test_bad_flag_is_found_on_a_resume_too() -> None:
 
 def test_defaults_are_the_lowest_layer() -> None:
     assert find_start(None, flags(folder="x")).config.optimizer == TrainingConfig().optimizer
+
+
+def test_run_that_is_started_again_goes_on_in_its_own_folder() -> None:
+    origin = find_start(None, flags(folder="run", steps=9)).origin
+    make_run("run", 2, 4, steps=9)
+    start = find_start(None, flags(folder="run", steps=9), origin=origin)
+    assert (start.step_index, start.folder, start.is_again) == (4, Path("run"), True)
+    assert prepare_folder(start) == ()
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_run_without_a_checkpoint_is_started_from_its_beginning(is_prepared: bool) -> None:
+    first = find_start(None, flags(folder="run"))
+    if is_prepared:
+        prepare_folder(first)
+        Path("run/metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    start = find_start(None, flags(folder="run"), origin=first.origin)
+    assert (start.checkpoint, start.config) == (None, first.config)
+    assert prepare_folder(start) == ()
+    assert not is_prepared or Path("run/metrics.jsonl").read_text() == ""
+
+
+def test_branch_without_a_checkpoint_is_started_from_its_root() -> None:
+    make_run("run", 2, 4)
+    first = find_start("run/checkpoints/step-000002", flags(folder="branch"))
+    prepare_folder(first)
+    start = find_start("run/checkpoints/step-000002", flags(folder="branch"), origin=first.origin)
+    assert (start.step_index, start.folder) == (2, Path("branch"))
+    make_run("branch", 7)
+    again = find_start("run/checkpoints/step-000002", flags(folder="branch"), origin=first.origin)
+    assert (again.step_index, again.folder) == (7, Path("branch"))
+
+
+def test_run_of_no_name_is_found_again() -> None:
+    first = find_start(None, flags())
+    prepare_folder(first)
+    assert find_start(None, flags(), origin=first.origin).folder == first.folder
+
+
+def test_damaged_checkpoints_of_a_run_that_starts_again_make_way() -> None:
+    first = find_start(None, flags(folder="run"))
+    damage(make_run("run", 2), 2)
+    start = find_start(None, flags(folder="run"), origin=first.origin)
+    assert start.step_index == 0
+    assert prepare_folder(start) == ("checkpoints after step 0 were moved to run/checkpoints/set-aside-1",)
+
+
+def test_newest_run_is_not_looked_for_again() -> None:
+    make_run("runs/mine", 3)
+    origin = find_start("", []).origin
+    make_run("runs/other", 9)
+    assert find_start("", [], origin=origin).folder == Path("runs/mine")

@@ -159,6 +159,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _restarts(text: str) -> int:
+    """A whole number; 0 is the default, and may be said."""
     return 0 if text == "0" else count(text)
 
 
