@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.archive.steps import folder_of, keep_newest, set_aside_after, step_of, steps_in
+from pipeloom.archive.steps import folder_of, keep_newest, set_aside, set_aside_after, step_of, steps_in
 
 
 def make(store: Path, *steps: int) -> Path:
@@ -33,7 +33,14 @@ def test_steps_sort_as_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_kept", "left"), [(1, [3]), (2, [2, 3]), (9, [1, 2, 3])])
 def test_oldest_go_beyond_the_kept(tmp_path: Path, num_kept: int, left: list[int]) -> None:
-    keep_newest(make(tmp_path, 1, 2, 3), num_kept)
+    keep_newest(make(tmp_path, 1, 2, 3), num_kept, 3)
+    assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize(("num_kept", "left"), [(1, [6, 10, 12]), (2, [5, 6, 10, 12]), (3, [4, 5, 6, 10, 12])])
+def test_later_steps_push_out_nothing(tmp_path: Path, num_kept: int, left: list[int]) -> None:
+    """A run went back to step 5, since 10 and 12 are damaged. Counted as newest, they pushed out the new 6 at once."""
+    keep_newest(make(tmp_path, 3, 4, 5, 6, 10, 12), num_kept, 6)
     assert steps_in(tmp_path) == left
 
 
@@ -45,7 +52,7 @@ def test_manifest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("pipeloom.archive.steps.shutil.rmtree", crash)
     with pytest.raises(OSError, match="at step-000001"):
-        keep_newest(make(tmp_path, 1, 2), 1)
+        keep_newest(make(tmp_path, 1, 2), 1, 2)
     assert not (folder_of(tmp_path, 1) / "manifest.json").exists()
     assert (folder_of(tmp_path, 2) / "manifest.json").exists()
 
@@ -57,3 +64,11 @@ def test_later_ones_are_put_aside_each_time_in_a_folder_of_their_own(tmp_path: P
     second = set_aside_after(make(tmp_path, 2), 1)
     assert second != first
     assert set_aside_after(tmp_path, 1) is None
+
+
+def test_only_what_is_asked_for_is_put_aside(tmp_path: Path) -> None:
+    """What another process has saved meanwhile stays, and what it has removed is not missed."""
+    aside = set_aside(make(tmp_path, 1, 2, 4), [2, 3])
+    assert aside is not None
+    assert (steps_in(tmp_path), steps_in(aside)) == ([1, 4], [2])
+    assert set_aside(tmp_path, [3]) is None

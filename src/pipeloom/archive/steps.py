@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +31,13 @@ def steps_in(store: Path) -> list[int]:
     return sorted(step for path in store.iterdir() if (step := step_of(path)) is not None)
 
 
-def keep_newest(store: Path, num_kept: int) -> None:
-    """Remove the oldest checkpoints beyond ``num_kept``."""
-    for step_index in steps_in(store)[:-num_kept]:
+def keep_newest(store: Path, num_kept: int, just_saved: int) -> None:
+    """Remove the oldest checkpoints beyond ``num_kept``, counted from the one that was just saved.
+
+    Later ones count for nothing and stay: they are of a run that went back, often because they are damaged, and would
+    push out every checkpoint that it saves.
+    """
+    for step_index in [step for step in steps_in(store) if step <= just_saved][:-num_kept]:
         # The manifest goes first: what a crash leaves half removed cannot pass for a checkpoint.
         (folder_of(store, step_index) / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder_of(store, step_index))
@@ -46,12 +51,21 @@ def set_aside_after(store: Path, step_index: int) -> Path | None:
     Returns:
         The folder they were moved to, or None if there were none.
     """
-    later = [step for step in steps_in(store) if step > step_index]
-    if not later:
+    return set_aside(store, [step for step in steps_in(store) if step > step_index])
+
+
+def set_aside(store: Path, steps: Collection[int]) -> Path | None:
+    """Move the checkpoints of these steps out of the way, as far as they are there.
+
+    Returns:
+        The folder they were moved to, or None if there were none.
+    """
+    found = [step for step in steps_in(store) if step in steps]
+    if not found:
         return None
     number = 1 + len(list(store.glob("set-aside-*")))
     aside = store / f"set-aside-{number}"
     aside.mkdir()
-    for step in later:
+    for step in found:
         folder_of(store, step).rename(aside / folder_of(store, step).name)
     return aside

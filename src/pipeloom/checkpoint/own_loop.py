@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeloom.archive.group import ALONE, Group
+from pipeloom.archive.group import ALONE, Group, gather_json
+from pipeloom.archive.steps import set_aside
 from pipeloom.checkpoint.compare import check_same_model
 from pipeloom.checkpoint.opened import Opened
 from pipeloom.checkpoint.optimizer import (
@@ -125,7 +126,8 @@ def load_checkpoint(
     """Go on from a checkpoint, whatever number of stages, ranks and processes saved it; every rank calls it.
 
     Args:
-        place: a checkpoint's folder, or a `CheckpointStore` or `Saver`: the newest good one there.
+        place: a checkpoint's folder, or a `CheckpointStore` or `Saver`: the newest good one there. Damaged ones that
+            were passed over are moved aside, as saves of their steps may follow; both are a `PipeloomWarning`.
         pipe: takes parameters, buffers, ``seed`` and ``step_index``.
         optimizer: takes its state and hyperparameters, by parameter name.
         scheduler: takes its state.
@@ -140,7 +142,7 @@ def load_checkpoint(
             optimizer, or it lacks what is asked for. Nothing is changed then.
     """
     group = group or group_of(pipe)
-    opened, model = _opened(place, group), pipe.state_dict()
+    (opened, passed), model = _opened(place, group), pipe.state_dict()
     check_same_model(opened.forms, model, opened.folder, group)
     snapshot, takers = opened.read(model), _given(scheduler, scaler)
     _check_has(opened.folder, snapshot.training, optimizer, takers)
@@ -153,6 +155,8 @@ def load_checkpoint(
     for name, taker in takers.items():
         taker.load_state_dict(snapshot.training[name])
     pipe.seed, pipe.step_index = snapshot.training.get("seed", pipe.seed), snapshot.step_index
+    if passed is not None:
+        _set_aside(opened, passed, group)
     return snapshot.training.get("extra")
 
 
@@ -161,14 +165,33 @@ def _given(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Sta
     return {name: stateful for name, stateful in both.items() if stateful is not None}
 
 
-def _opened(place: Place, group: Group) -> Opened:
+def _opened(place: Place, group: Group) -> tuple[Opened, list[int] | None]:
+    """Open a checkpoint; return it, and the steps that were passed over: rank 0's count. None if there are none."""
     store = place.store if isinstance(place, Saver) else place
     if not isinstance(store, CheckpointStore):
-        return Opened.at(Path(store), group)
+        return Opened.at(Path(store), group), None
+    # Looked at before they are checked: what a run that is still going saves meanwhile is not in the way.
+    steps = store.steps()
     opened, faults = Opened.newest(store, group)
     for fault in faults:
         warnings.warn(f"passed over a damaged checkpoint: {fault.message}", PipeloomWarning, stacklevel=3)
-    return opened
+    return opened, [step for step in steps if step > opened.step_index] if faults else None
+
+
+def _set_aside(opened: Opened, passed: list[int], group: Group) -> None:
+    """Make room for what will be saved; collective, since no rank may save before there is room."""
+    said = ""
+    try:
+        if group.rank == 0 and (aside := set_aside(opened.folder.parent, passed)):
+            said = f"checkpoints after step {opened.step_index} were moved to {aside}: they are damaged"
+    except OSError as error:
+        said = (
+            f"damaged checkpoints after step {opened.step_index} cannot be moved out of the way: {error}; "
+            f"a save of such a step will be refused"
+        )
+    said, *_ = gather_json(group, said, f"what is in the way in {opened.folder.parent.name}")
+    if said:
+        warnings.warn(said, PipeloomWarning, stacklevel=3)
 
 
 def _check_has(

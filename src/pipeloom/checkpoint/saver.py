@@ -126,7 +126,7 @@ class Saver:
             attempt.write(lambda folder, stage: parts[stage].write(folder, stage, step_index), manifest, training)
             self.saved_step = step_index
             if self._group.rank == 0:
-                keep_newest(self.store.folder, self.store.num_kept)
+                keep_newest(self.store.folder, self.store.num_kept, step_index)
         except BaseException as error:
             self._fault = error
 

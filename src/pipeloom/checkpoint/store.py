@@ -45,14 +45,14 @@ class CheckpointStore:
         return steps_in(self.folder)
 
     def save(self, snapshot: Snapshot, num_kept: int | None = None, group: Group = ALONE) -> Path:
-        """Write a snapshot, then remove the oldest checkpoints beyond ``num_kept``; collective.
+        """Write a snapshot, then remove the oldest checkpoints beyond ``num_kept``; later steps stay; collective.
 
         Raises:
             CheckpointError: there is one of that step, or it cannot be written; then the others are as before.
         """
         path = save_snapshot(self.path_of(snapshot.step_index), snapshot, group)
         if group.rank == 0:
-            keep_newest(self.folder, num_kept or self.num_kept)
+            keep_newest(self.folder, num_kept or self.num_kept, snapshot.step_index)
         return path
 
     def latest_good(self, group: Group = ALONE) -> tuple[Snapshot, list[CheckpointError]]:
