@@ -128,3 +128,25 @@ def test_a_whole_share_is_the_model():
     before = copy.deepcopy(own.root.state_dict())
     assert share.is_whole
     assert all(torch.equal(value, before[name]) for name, value in share.state_dict().items())
+
+
+class Versioned(nn.Linear):
+    """Its saved form has changed once; torch tells the loader by the version beside the state."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_versions_beside_a_state_reach_their_modules():
+    """A part of a state was loaded as if it were of the oldest version, and migrated twice."""
+    made = split(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Versioned(2, 2))), num_stages=2)
+    share = Share(made, Ties(made), [1])
+    state, before = made.root.state_dict(), made.root[1][0].weight.detach().clone()
+    share.load_state_dict(state, strict=True)
+    assert torch.equal(made.root[1][0].weight, before)
+    share.load_state_dict(dict(state), strict=True)
+    assert torch.equal(made.root[1][0].weight, -before)

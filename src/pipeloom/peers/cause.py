@@ -7,6 +7,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeloom.errors import PipeloomError
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -33,8 +35,8 @@ class Cause:
 
     @classmethod
     def of(cls, rank: int, place: str, error: BaseException) -> Cause:
-        """The cause that an exception is. Its notes (PEP 678) are part of the traceback, not of the message."""
-        kind, text = type(error), str(error)
+        """The cause that an exception is. Its notes (PEP 678) and its hint are part of the traceback alone."""
+        kind, text = type(error), error.message if isinstance(error, PipeloomError) else str(error)
         is_plain = kind.__module__ in ("builtins", "__main__")
         name = kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}"
         message = f"{name}: {text}" if text else name

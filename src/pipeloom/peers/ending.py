@@ -140,7 +140,7 @@ class Ending:
         if cause:
             self._failures.say_last_words(cause)
             _flush()
-            os.write(2, f"\n{cause}\n".encode())
+            _aside(lambda: os.write(2, f"\n{cause}\n".encode())).join(_FLUSH_S)  # nobody may read it any more
             os._exit(1)
 
 

@@ -6,6 +6,7 @@ a receive that waits holds up the send that the other side waits for. Here each 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -111,7 +112,8 @@ class Lanes:
         if not is_busy:
             for group in self._groups:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    dist.destroy_process_group(group)
+                    with contextlib.suppress(ValueError, AssertionError):  # the user has given up all groups before
+                        dist.destroy_process_group(group)
         self._groups.clear()
 
     @property

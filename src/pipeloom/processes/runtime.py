@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +16,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.errors import NonFiniteLoss, PeerFailed, PipeloomWarning, ProcessError, RuntimeStateError
+from pipeloom.errors import NonFiniteLoss, PeerFailed, ProcessError, RuntimeStateError
 from pipeloom.ir import Placement, Schedule
 from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
+from pipeloom.processes.checksum import checksum_of
 from pipeloom.processes.lanes import Lanes
+from pipeloom.processes.meeting import check_alike
 from pipeloom.processes.post import Call, Parcel, Post, Waiting
 from pipeloom.processes.transport import DistributedTransport
 from pipeloom.processes.world import World
@@ -34,7 +34,6 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
 
 T = TypeVar("T")
-_NUM_SAMPLES = 64
 _MOST_ACTIONS = 4096
 """Of a schedule whose spans go over connections that nobody reads while ranks compute: 64 KiB."""
 CONNECT_S = 60.0
@@ -121,33 +120,9 @@ class DistributedRuntime:
         lanes.open()
 
     def meet(self, facts: Mapping[str, str], weights: str) -> None:
-        """Compare what must be the same on all ranks, once, before the first step.
-
-        Args:
-            facts: by what they are.
-            weights: of the model as this process made it; others may differ, with a warning.
-
-        Raises:
-            ProcessError: a fact is not the same everywhere.
-        """
-        said = json.dumps({"facts": dict(facts), "weights": weights}).encode()
-        parts = [json.loads(each) for each in self.all_gather(said, "the start")]
-        for rank, part in enumerate(parts):
-            for what, value in parts[0]["facts"].items():
-                if part["facts"][what] != value:
-                    raise ProcessError(
-                        f"{what} is {value} on rank 0, but {part['facts'][what]} on rank {rank}; all ranks of a "
-                        "pipeline make the same one",
-                        "start every process with the same program, options and environment",
-                    )
-        if self.rank == 0 and len({part["weights"] for part in parts}) > 1:
-            warnings.warn(
-                "the processes made models with different weights; each stage keeps those of its own rank, and tied "
-                "weights those of the first stage that uses them, so two runs will differ: call torch.manual_seed(...) "
-                "before making the model",
-                PipeloomWarning,
-                stacklevel=4,  # the caller of Pipeline()
-            )
+        """Compare what must be the same on all ranks, once, before the first step; raises what `check_alike` does."""
+        check_alike(self.rank, facts, weights, self.all_gather)
+        self._leave()
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
         """Run this rank's program of one step or evaluation; `agree` has to follow.
@@ -308,7 +283,7 @@ class DistributedRuntime:
         self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
         self._is_long = sum(map(len, schedule.programs)) > _MOST_ACTIONS
         checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index}".encode())
-        self._transport.begin(schedule, Call(self._number, checksum, _checksum(context)))
+        self._transport.begin(schedule, Call(self._number, checksum, checksum_of(context)))
 
     def _scopes(self, loss: StepLoss) -> dict[int, GradientScope]:
         found = {index: list(stage.module.parameters()) for index, stage in self._stages.items()}
@@ -341,7 +316,7 @@ class DistributedRuntime:
         if self._is_closed:
             raise RuntimeStateError(
                 "the pipeline is closed, and so are its connections to the other processes",
-                "do what needs all ranks (full_state_dict, unwrap, clip_grad_norm_) before close() or the end of `with`",
+                "do what needs all ranks (full_state_dict, unwrap, clip_grad_norm_) before close(), or inside `with`",
             )
         if os.getpid() != self._pid:
             raise RuntimeStateError(
@@ -434,25 +409,6 @@ def _channels(placement: Placement) -> set[tuple[int, int]]:
 def _on_cpu(values: Mapping[str, Any]) -> Parcel:
     once = {id(each): each.detach().cpu() if isinstance(each, Tensor) else each for each in values.values()}
     return Parcel(tuple(once[id(each)] for each in values.values()), tuple(values))
-
-
-def _checksum(context: StepContext) -> int:
-    """Of the batch: how it is cut, shapes, dtypes, and some of the numbers."""
-    checksum = zlib.crc32(str([each.num_samples for each in context.inputs]).encode())
-    for leaf in flatten(context.batch)[0]:
-        checksum = zlib.crc32(_sample(leaf), checksum)
-    return checksum
-
-
-def _sample(leaf: Any) -> bytes:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__.encode()
-    text = f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-    if leaf.device.type != "cpu" or leaf.layout is not torch.strided or not leaf.dim():
-        return text  # reading a GPU's would wait for it
-    per_dimension = max(2, round(_NUM_SAMPLES ** (1 / leaf.dim())))
-    chosen = leaf.detach()[tuple(slice(None, None, max(1, size // per_dimension)) for size in leaf.shape)]
-    return text + chosen.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _plain(verdict: Verdict | None) -> Any:

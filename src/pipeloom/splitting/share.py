@@ -7,12 +7,14 @@ them is an error, and their memory is free; `fill` brings them back.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from pipeloom.splitting.split import Split, Unit
 from pipeloom.splitting.ties import Ties
@@ -74,11 +76,13 @@ class Share:
         if self.is_whole:
             return self._made.root.load_state_dict(state, strict=strict)
         known, own = self._made.root.state_dict().keys(), self.state_dict().keys()
-        result = self._made.root.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
+        for stage in self._stages:
+            for unit in self._made.stages[stage]:
+                unit.module.load_state_dict(_below(state, _prefix(unit)), strict=False)
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in known]
         if strict and (missing or unexpected):
             raise RuntimeError(f"missing keys in state_dict: {missing}; unexpected keys: {unexpected}")  # as torch does
-        return type(result)(missing, unexpected)
+        return _IncompatibleKeys(missing, unexpected)
 
     def release(self) -> None:
         """Put the weights and buffers of the other stages on the meta device."""
@@ -139,6 +143,16 @@ class Share:
     def _home(self, name: str, value: Any) -> int:
         owner_stage = self._ties.owner_stage(value)
         return self.stage_of(name) if owner_stage is None else owner_stage
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The part of a state dict below a module, with the versions that torch keeps beside it."""
+    part = OrderedDict((name.removeprefix(prefix), each) for name, each in state.items() if name.startswith(prefix))
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        below = {name: each for name, each in versions.items() if f"{name}.".startswith(prefix)}
+        part._metadata = {name.removeprefix(prefix.rstrip(".")).lstrip("."): each for name, each in below.items()}  # type: ignore[attr-defined]
+    return part
 
 
 def _detached(value: Any) -> Any:
