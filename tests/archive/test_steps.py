@@ -66,6 +66,22 @@ def test_later_ones_are_put_aside_each_time_in_a_folder_of_their_own(tmp_path: P
     assert set_aside_after(tmp_path, 1) is None
 
 
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [([], "set-aside-1"), (["set-aside-2"], "set-aside-3"), (["set-aside-9", "set-aside-10"], "set-aside-11")],
+)
+@pytest.mark.parametrize("others", [[], ["set-aside-mine", "set-aside-"]])
+def test_number_of_what_is_put_aside_is_free(
+    tmp_path: Path, there: list[str], others: list[str], expected: str
+) -> None:
+    """A user deleted set-aside-1, to make room; counting the rest, the next one should have been a second number 2."""
+    for name in (*there, *others):
+        (tmp_path / name).mkdir()
+    aside = set_aside(make(tmp_path, 7), [7])
+    assert aside == tmp_path / expected
+    assert steps_in(aside) == [7]
+
+
 def test_only_what_is_asked_for_is_put_aside(tmp_path: Path) -> None:
     """What another process has saved meanwhile stays, and what it has removed is not missed."""
     aside = set_aside(make(tmp_path, 1, 2, 4), [2, 3])

@@ -11,6 +11,7 @@ from typing import Final
 from pipeloom.archive.manifest import MANIFEST
 
 _NAME: Final = re.compile(r"step-(\d{6,})")
+_ASIDE: Final = re.compile(r"set-aside-(\d+)")
 
 
 def step_of(folder: Path) -> int | None:
@@ -63,8 +64,9 @@ def set_aside(store: Path, steps: Collection[int]) -> Path | None:
     found = [step for step in steps_in(store) if step in steps]
     if not found:
         return None
-    number = 1 + len(list(store.glob("set-aside-*")))
-    aside = store / f"set-aside-{number}"
+    # Not their count: users delete some of them.
+    taken = [int(match[1]) for path in store.iterdir() if (match := _ASIDE.fullmatch(path.name))]
+    aside = store / f"set-aside-{max(taken, default=0) + 1}"
     aside.mkdir()
     for step in found:
         folder_of(store, step).rename(aside / folder_of(store, step).name)
