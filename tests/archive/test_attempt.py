@@ -1,6 +1,7 @@
 """A checkpoint is there whole or not at all, whoever of its writers fails."""
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipeloom.archive.manifest import Contents
 from pipeloom.archive.verify import faults_of, verify_folder
 from pipeloom.errors import CheckpointError
 from tests.archive.samples import RankThread, finish, run_ranks, save, write_stage
+from tests.archive.test_claim import overtake
 
 FILES = ["manifest.json", "stage-000.optimizer.safetensors", "stage-000.safetensors", "training.json"]
 
@@ -60,6 +62,18 @@ def test_stage_of_several_ranks_is_written_by_the_first(tmp_path: Path) -> None:
     assert [attempt.own for attempt in begun] == [(0,), (1,), (), ()]
     assert {attempt.stages for attempt in begun} == {(0, 1)}
     assert len({attempt.folder for attempt in begun}) == 1
+    begun[0].give_up(OSError("enough"))
+
+
+def test_ranks_write_where_the_claim_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's claim took another name than its first, because somebody had that one's lock."""
+    nonces = iter(["0badcafe", "600dcafe"])
+    monkeypatch.setattr("pipeloom.archive.claim.secrets.token_hex", lambda _: next(nonces))
+    held = overtake(monkeypatch, tmp_path / ".tmp-step-000003-0badcafe.lock")
+    begun: list[Attempt] = run_ranks(2, lambda group: begin(tmp_path / "step-000003", 3, (group.rank,), group))
+    assert [attempt.folder.name for attempt in begun] == [".tmp-step-000003-600dcafe"] * 2
+    assert begun[0].folder.is_dir()
+    os.close(held[0])
     begun[0].give_up(OSError("enough"))
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,42 @@ def test_killed_processs_folder_goes_and_a_living_ones_stays(tmp_path: Path) -> 
         process.wait()
     remove_remains(tmp_path)
     assert names(tmp_path) == []
+
+
+def overtake(monkeypatch: pytest.MonkeyPatch, lock: Path) -> list[int]:
+    """As soon as somebody is about to lock this file, another one has it; returns that one's descriptor, then."""
+    flock, held = fcntl.flock, list[int]()
+
+    def second(descriptor: int, operation: int) -> None:
+        if lock.exists() and not held:
+            held.append(os.open(lock, os.O_RDWR))
+            flock(held[0], operation)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", second)
+    return held
+
+
+def test_claim_whose_lock_another_one_has_takes_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal of remains locked the new file before its owner did; the next one removed what was being saved."""
+    held = overtake(monkeypatch, tmp_path / ".tmp-step-000001-0badcafe.lock")
+    claim = Claim(tmp_path / "step-000001", "0badcafe")
+    (overtaker,) = held
+    os.close(overtaker)
+    remove_remains(tmp_path)
+    assert claim.nonce != "0badcafe"
+    assert names(tmp_path) == [claim.folder.name, f"{claim.folder.name}.lock"]
+    claim.release()
+
+
+def test_locks_that_others_always_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"another process holds the lock of each new folder beside .*step-000001"):
+        Claim(tmp_path / "step-000001", "0badcafe")
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_own_folder_stays(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ A process that dies leaves a folder with ``.tmp-`` before its name, which the ne
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -160,10 +159,11 @@ def begin(
         CheckpointError: ranks save different steps, or ``target`` exists (nothing is ever overwritten); on every rank.
         OSError: rank 0 cannot make the folder; on every rank.
     """
-    claim, fault, nonce, exists = None, "", secrets.token_hex(4), target.exists()
+    claim, fault, exists = None, "", target.exists()
     if group.rank == 0 and not exists:
-        claim, fault = _claimed(target, nonce)
+        claim, fault = _claimed(target)
     try:
+        nonce = claim.nonce if claim is not None else ""
         mine = {"step_index": step_index, "nonce": nonce, "stages": [*stages], "fault": fault, "exists": exists}
         everyones = gather_json(group, mine, f"the checkpoint of step {step_index}")
         _check_agreement(everyones, target)
@@ -178,10 +178,10 @@ def begin(
     return Attempt(target, folder, group.rank, tuple(sorted(writer)), own, claim, limit_s)
 
 
-def _claimed(target: Path, nonce: str) -> tuple[Claim | None, str]:
+def _claimed(target: Path) -> tuple[Claim | None, str]:
     """Return the claim, or what is in its way."""
     try:
-        return Claim(target, nonce), ""
+        return Claim(target), ""
     except OSError as error:
         return None, str(error)
 

@@ -10,33 +10,40 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 _TEMPORARY: Final = re.compile(r"\.tmp-(.+?)(?:-[0-9a-f]{8})?(?:\.lock)?")
 _STEP: Final = re.compile(r"step-\d{6,}")
+_NUM_NAMES: Final = 10
+
+
+def _new_nonce() -> str:
+    return secrets.token_hex(4)
 
 
 @dataclass
 class Claim:
     """A new temporary folder for ``target``, and the lock that says that it is in use.
 
+    Attributes:
+        target: what the folder will be renamed to.
+        nonce: tells attempts apart. Another one than was given, if somebody had that one's lock.
+
     Raises:
         OSError: the folder cannot be made.
     """
 
     target: Path
-    nonce: str
+    nonce: str = field(default_factory=_new_nonce)
 
     def __post_init__(self) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock: int | None = None
-        # Where locks do not exist, nobody can take one either, and remains stay.
-        with contextlib.suppress(OSError):
-            self._lock = _locked(_lock_of(self.folder))
+        self._lock = self._own_lock()
         try:
             self.folder.mkdir()
         except OSError:
@@ -47,6 +54,22 @@ class Claim:
     def folder(self) -> Path:
         """Beside the target, so that it can be renamed to it."""
         return temporary_of(self.target, self.nonce)
+
+    def _own_lock(self) -> int | None:
+        """Lock the file beside a folder of a name that is free; None where locks do not exist.
+
+        There nobody can take one either, and remains stay.
+        """
+        for _ in range(_NUM_NAMES):
+            try:
+                lock = _locked(_lock_of(self.folder))
+            except OSError:
+                return None
+            if lock is not None:
+                return lock
+            # `remove_remains` of another process found the new file before it was locked, and will remove it.
+            self.nonce = _new_nonce()
+        raise BlockingIOError(f"another process holds the lock of each new folder beside {self.target}")
 
     def release(self) -> None:
         """Give up the lock; the folder was renamed or removed."""
