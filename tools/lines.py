@@ -25,7 +25,7 @@ BUDGETS = {
     "batch": 600,
     "peers": 850,
     "runtime": 1_500,
-    "processes": 900,
+    "processes": 1_150,
     "parallel": 1_800,
     "archive": 600,
     "checkpoint": 700,

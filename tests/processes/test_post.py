@@ -8,7 +8,8 @@ import torch
 from pipeloom.errors import PeerFailed, ProcessError
 from pipeloom.peers import Cause
 from pipeloom.processes.lanes import Lanes
-from pipeloom.processes.post import _MAX_DESCRIPTIONS, Call, Parcel, Post
+from pipeloom.processes.parcels import MAX_DESCRIPTIONS, Parcel
+from pipeloom.processes.post import Call, Post
 
 FIRST, SECOND = Call(1, 7, 8), Call(2, 7, 8)
 
@@ -126,10 +127,10 @@ def test_what_is_received_is_aligned_and_its_own(posts):
 
 
 def test_shapes_without_end_are_forgotten(posts):
-    for size in range(1, _MAX_DESCRIPTIONS + 3):
+    for size in range(1, MAX_DESCRIPTIONS + 3):
         posts[0].give(1, b"key", Parcel((torch.full((size,), size),), None))
         assert posts[1].get(0, b"key").leaves[0].tolist() == [size] * size
-    assert len(posts[1]._known) == _MAX_DESCRIPTIONS
+    assert len(posts[1]._known) == MAX_DESCRIPTIONS
 
 
 def test_words_are_heard_between_parcels(posts):

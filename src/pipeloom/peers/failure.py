@@ -82,10 +82,6 @@ class Failures:
         if self.cause is not None or self.ended:
             wake()
 
-    def off_failure(self, wake: Callable[[], None]) -> None:
-        """Undo `on_failure`."""
-        self._wakes.remove(wake)
-
     def on_death(self, handler: Callable[[], None]) -> None:
         """Call ``handler``, in the mesh's thread, when another process is gone and its cause is known here."""
         self._death_handlers.append(handler)

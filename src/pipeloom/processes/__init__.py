@@ -6,9 +6,11 @@
                     meeting     what they compare before the first step
     one of them     runtime     its part of a step, and what all ranks agree on at the end of it
                     norms       clip_grad_norm_ over all of them
+                    whereabouts where it is, for causes and reports
                     checksum    whether all were given the same batch
     what travels    transport   what the executor asks for
                     post        parcels under a key, from rank to rank
+                    parcels     what they are, in full or by a number
                     direct      small ones, on connections that the rank reads itself
                     lanes       large tensors, over torch.distributed
                     wire        tensors as stretches of memory

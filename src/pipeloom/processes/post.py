@@ -23,19 +23,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.errors import BatchError, ProcessError, RuntimeStateError
+from pipeloom.errors import ProcessError, RuntimeStateError
 from pipeloom.peers import Cause, Failures, Mesh, Overdue, Patience
 from pipeloom.processes.direct import Direct
 from pipeloom.processes.lanes import Lanes
-from pipeloom.processes.wire import CACHE_LINE, Description, Plain, packed, unpacked
+from pipeloom.processes.parcels import SMALL_BYTES, Known, Parcel, Way, pickled, short_of
+from pipeloom.processes.wire import packed, unpacked
 
 MESSAGE_KIND = 16
 _CALL = struct.Struct("<QII")
 _HEADER = struct.Struct(f"<{_CALL.size}sHII")
 """The call's three numbers, the length of the key, the number of the description and the length of its text."""
 _UNTIL_NEWS_S = 0.3
-_SMALL_BYTES = 1 << 14
-_MAX_DESCRIPTIONS = 256
 _WORDS = (1 << 32) - 1
 """Stands where the number of a description does in a message of plain bytes."""
 
@@ -54,20 +53,6 @@ class Call(NamedTuple):
     inputs: int
 
 
-class Parcel(NamedTuple):
-    """Leaves on their way.
-
-    Args:
-        leaves: tensors and plain values.
-        form: what makes something of them; can be pickled.
-        is_usual: the form is one of a few that come again and again, and can be hashed.
-    """
-
-    leaves: tuple[Any, ...]
-    form: Any
-    is_usual: bool = False
-
-
 class Waiting(NamedTuple):
     """What a rank waits for, for reports."""
 
@@ -79,44 +64,6 @@ class Waiting(NamedTuple):
     def what(self) -> str:
         """The name of what is waited for."""
         return self.key.decode()
-
-
-class _Known:
-    """A description that came over a way."""
-
-    __slots__ = ("description", "form", "only")
-
-    def __init__(self, description: Description, form: Any) -> None:
-        self.description = description
-        self.form = form
-        self.only = _only(description)
-
-    def tensor(self, body: memoryview, start: int) -> Tensor:
-        """The one tensor, from a message's end; in memory of its own, because a message lies anywhere in its line."""
-        assert self.only is not None, "asked only of one tensor"
-        shape, dtype = self.only
-        room = torch.empty(shape, dtype=dtype)
-        # torch would take four calls for it, which a thread that was just woken runs many times slower than a loop.
-        ctypes.memmove(room.data_ptr(), bytes(body[start:]), room.nbytes)
-        return room
-
-
-class _Way:
-    """The descriptions that one rank has sent to another over one kind of connection."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self.short: dict[Hashable, int] = {}
-
-    def numbered(self, text: bytes) -> tuple[int, bytes]:
-        """The number of a description, and its text if that is new; old ones are forgotten, not piled up."""
-        if text in self._numbers:
-            return self._numbers[text], b""
-        if len(self._numbers) == _MAX_DESCRIPTIONS:
-            self._numbers.clear()
-            self.short.clear()
-        self._numbers[text] = len(self._numbers)
-        return self._numbers[text], text
 
 
 class _Arrival(NamedTuple):
@@ -161,8 +108,8 @@ class Post:
         self._arrived: dict[tuple[int, bytes], Any] = {}
         self._come: deque[_Arrival] = deque()
         self._early: list[_Arrival] = []
-        self._ways: dict[tuple[int, bool], _Way] = {}
-        self._known: dict[tuple[int, bool, int], _Known] = {}
+        self._ways: dict[tuple[int, bool], Way] = {}
+        self._known: dict[tuple[int, bool, int], Known] = {}
         self.call, self._packed_call = Call(0, 0, 0), _CALL.pack(0, 0, 0)
         self._is_running = self._is_torn = False
         self.look: Callable[[], None] | None = None
@@ -192,7 +139,7 @@ class Post:
             parcel: what it gets.
             is_direct: this rank will wait again in this call, and so send what the connection does not take at once.
         """
-        short = _short(parcel) if is_direct and parcel.is_usual else None
+        short = short_of(parcel) if is_direct and parcel.is_usual else None
         number = None if short is None else self._way(peer, is_small=True).short.get(short)
         if number is None:
             self._give(peer, key, parcel, short, is_direct)
@@ -269,12 +216,12 @@ class Post:
                 "make a new pipeline, in all processes",
             )
         description, memory = packed(parcel.leaves)
-        pickled = _pickled(description, parcel.form)
+        text_in_full = pickled(description, parcel.form)
         inline, rest = self._lanes.divided(peer, description.stretches, memory)
-        is_small = is_direct and not rest and sum(part.numel() for part in inline) <= _SMALL_BYTES
+        is_small = is_direct and not rest and sum(part.numel() for part in inline) <= SMALL_BYTES
         way = self._way(peer, is_small=is_small)
         self._is_torn = True  # unless all of the following is done: Ctrl-C may come between any two lines
-        number, text = way.numbered(pickled)
+        number, text = way.numbered(text_in_full)
         if short is not None and is_small:
             way.short[short] = number
         self._lanes.send(peer, rest)
@@ -286,10 +233,10 @@ class Post:
             self._mesh.send(peer, MESSAGE_KIND, *parts)
         self._is_torn = False
 
-    def _way(self, peer: int, *, is_small: bool) -> _Way:
+    def _way(self, peer: int, *, is_small: bool) -> Way:
         found = self._ways.get((peer, is_small))
         if found is None:
-            found = self._ways[peer, is_small] = _Way()
+            found = self._ways[peer, is_small] = Way()
         return found
 
     def _awaited(self, peer: int, key: bytes) -> Any:
@@ -357,16 +304,16 @@ class Post:
         assert known is not None, "words go directly"
         self._lanes.receive(sender, known.description, body[end:], self._delivery(sender, call, key, known))
 
-    def _opened(self, sender: int, body: memoryview, *, is_small: bool) -> tuple[_Known | None, bytes, bytes, int]:
+    def _opened(self, sender: int, body: memoryview, *, is_small: bool) -> tuple[Known | None, bytes, bytes, int]:
         call, key_size, number, text_size = _HEADER.unpack_from(body)
         middle = _HEADER.size + key_size
         end = middle + text_size
         if text_size:
-            self._known[sender, is_small, number] = _Known(*pickle.loads(body[middle:end]))
+            self._known[sender, is_small, number] = Known(*pickle.loads(body[middle:end]))
         known = None if number == _WORDS else self._known[sender, is_small, number]
         return known, call, bytes(body[_HEADER.size : middle]), end
 
-    def _delivery(self, sender: int, call: bytes, key: bytes, known: _Known) -> Callable[[Any, Any], None]:
+    def _delivery(self, sender: int, call: bytes, key: bytes, known: Known) -> Callable[[Any, Any], None]:
         def deliver(memory: Any, works: Any) -> None:
             if known.only is not None and not isinstance(memory, Exception):
                 (memory,) = unpacked(known.description, memory)
@@ -375,38 +322,6 @@ class Post:
             self._direct.wake()
 
         return deliver
-
-
-def _pickled(description: Description, form: Any) -> bytes:
-    try:
-        return pickle.dumps((description, form))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise BatchError(
-            f"what a stage handed on can't be named to another process: {error}",
-            "define its types (named tuples, dataclasses) at the top level of a module, not inside a function",
-        ) from None
-
-
-def _short(parcel: Parcel) -> Hashable:
-    """What says all of a parcel that is one small tensor, alone in its memory; None for other parcels."""
-    if len(parcel.leaves) != 1 or type(leaf := parcel.leaves[0]) is not Tensor:
-        return None
-    is_plain = leaf.layout is torch.strided and leaf.is_cpu and leaf.is_contiguous() and not leaf.is_neg()
-    if not is_plain or not 0 < leaf.nbytes <= _SMALL_BYTES:
-        return None
-    if leaf.dtype.is_complex or leaf.is_quantized or not (at := leaf.data_ptr()) or at % CACHE_LINE:
-        return None
-    return leaf.shape, leaf.dtype, parcel.form
-
-
-def _only(description: Description) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """The shape and dtype of the one tensor that fills its memory, if that is all there is."""
-    if len(description.distinct) != 1 or len(description.places) != 1 or isinstance(description.distinct[0], Plain):
-        return None
-    lying, stretch = description.distinct[0], description.stretches[0]
-    meant = torch.empty(lying.shape, dtype=lying.dtype, device="meta")
-    is_whole = lying.strides == meant.stride() and stretch.num_bytes == stretch.extent_bytes == meant.nbytes
-    return (lying.shape, lying.dtype) if is_whole and stretch.phase == 0 and stretch.num_bytes else None
 
 
 def _buffer(memory: Tensor) -> memoryview:

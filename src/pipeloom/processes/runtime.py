@@ -8,7 +8,8 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +19,22 @@ from pipeloom.batch.losses import StepLoss, Verdict
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import NonFiniteLoss, PeerFailed, ProcessError, RuntimeStateError
 from pipeloom.ir import Placement, Schedule
-from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, State, local_host
+from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, local_host
 from pipeloom.processes.checksum import checksum_of
 from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.meeting import check_alike
-from pipeloom.processes.post import Call, Parcel, Post, Waiting
+from pipeloom.processes.parcels import Parcel
+from pipeloom.processes.post import Call, Post, Waiting
 from pipeloom.processes.transport import DistributedTransport
+from pipeloom.processes.whereabouts import Whereabouts
 from pipeloom.processes.world import World
 from pipeloom.runtime.context import StepContext
-from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
 from pipeloom.runtime.gradients import GradientChanges, GradientScope
 from pipeloom.runtime.handlers import RankHandlers
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
 
-T = TypeVar("T")
 _MOST_ACTIONS = 4096
 """Of a schedule whose spans go over connections that nobody reads while ranks compute: 64 KiB."""
 CONNECT_S = 60.0
@@ -91,28 +92,24 @@ class DistributedRuntime:
         self.rank, self.num_ranks = world.rank, world.num_ranks
         self._stages, self._placement = dict(stages), placement
         self._ties, self._has_ties = ties, has_ties
-        self._limit_s = limit_s
         self._number, self._num_exchanges = 0, 0
-        self._what, self._since_s = "the start", time.monotonic()
-        self._is_inside = self._is_long = self._is_closed = False
-        self._control = Control(world.num_ranks)
+        self._is_long = self._is_closed = False
+        self._where = where = Whereabouts(world.rank, world.num_ranks)
         self._pid = os.getpid()
         self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
         direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
         connections = direct.connect(local_host())
         mesh = Mesh.connect(world.store, world.rank, world.num_ranks)
-        self._failures = Failures(mesh, _weakly(self._where, ""))
-        self._collective = Collective(mesh, self._failures, limit_s)
-        self._stalls = stalls = Stalls(
-            mesh, self._failures, _weakly(self._state, State(self.rank, "its pipeline is gone"))
-        )
+        self._failures = failures = Failures(mesh, where.of)
+        stalls = Stalls(mesh, failures, where.state)
+        self._collective = where.collective = Collective(mesh, failures, limit_s)
         lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
-        stalled = _weakly(self._stalled, Cause(self.rank, "stalled", "", ""))
-        self._post = Post(mesh, connections, lanes, self._failures, limit_s, stalled)
+        stalled = partial(_stalled, stalls, limit_s)
+        self._post = where.post = Post(mesh, connections, lanes, failures, limit_s, stalled)
         self._transport = DistributedTransport(self._post)
         self._collective.on_stall = lambda _, what: stalls.cause(what, limit_s)
-        self._collective.look = self._post.look = _weakly(self._look_for_a_deadlock, None)
+        self._collective.look = self._post.look = partial(_look_for_a_deadlock, stalls, failures)
         self._ending = Ending(mesh, self._failures)
         self._lanes = lanes
         self._let_go = weakref.finalize(self, _shut, self._ending, lanes, self._post)
@@ -140,7 +137,7 @@ class DistributedRuntime:
             self.trace = Trace(plan.schedule) if has_trace else None
             handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
             self._refresh()
-            execute(plan, self.rank, handlers.table, self._transport, self._control, self.trace)
+            execute(plan, self.rank, handlers.table, self._transport, self._where.control, self.trace)
         return changes
 
     def agree(self, verdict: Callable[[], Verdict] | None) -> Verdict | None:
@@ -153,7 +150,7 @@ class DistributedRuntime:
         times = None if self.trace is None else self.trace.of(self.rank)
         said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
         self._post.end()
-        what = f"the end of {self._what}"
+        what = f"the end of {self._where.what}"
         self._post.flush(what)  # nobody sends the rest while this rank meets the others
         gather = self.all_gather if verdict is None or self._is_long else self._gathered
         parts = [pickle.loads(each) for each in gather(said, what)]
@@ -189,7 +186,7 @@ class DistributedRuntime:
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
         self._check_usable()
-        self._since_s = time.monotonic()
+        self._where.since_s = time.monotonic()
         return self._collective.all_gather(payload, what)
 
     def gather_ties(self) -> None:
@@ -203,7 +200,7 @@ class DistributedRuntime:
                 share = self._get(tie.stage, f"share {number}")
                 tie.copy.grad = None if share is None else share.to(tie.copy.device)
         if self._has_ties:  # or a rank could end its program with a share still under way
-            self.all_gather(b"", f"the shares of {self._what}")
+            self.all_gather(b"", f"the shares of {self._where.what}")
             self._post.settle()
 
     def to_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,7 +230,7 @@ class DistributedRuntime:
         """Send to all receivers but this rank, then receive what came from others; nobody leaves before all have it."""
         self._check_usable()
         self._num_exchanges += 1
-        key = f"exchange {self._num_exchanges} after {self._what}".encode()
+        key = f"exchange {self._num_exchanges} after {self._where.what}".encode()
         if self.rank in senders:
             for peer in receivers:
                 if peer != self.rank:
@@ -278,9 +275,8 @@ class DistributedRuntime:
         self._collective.epoch = self._number
         self._check_usable()
         self._failures.check()
-        self._is_inside, self._since_s = True, time.monotonic()
-        self._control = Control(self.num_ranks)
-        self._what = f"step {context.step_index}" if context.loss else f"an evaluation after step {context.step_index}"
+        is_step = context.loss is not None
+        self._where.begin(f"step {context.step_index}" if is_step else f"an evaluation after step {context.step_index}")
         self._is_long = sum(map(len, schedule.programs)) > _MOST_ACTIONS
         checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index}".encode())
         self._transport.begin(schedule, Call(self._number, checksum, checksum_of(context)))
@@ -301,14 +297,14 @@ class DistributedRuntime:
         """
         try:
             if not isinstance(error, PeerFailed | NonFiniteLoss):
-                self._failures.tell(Cause.of(self.rank, self._place(), error))
+                self._failures.tell(Cause.of(self.rank, self._where.place, error))
                 self._failures.check()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         """A call has ended, on all ranks and alike; what went wrong in it is no matter of the next. Deaths remain."""
-        self._is_inside = False
+        self._where.is_inside = False
         if not self._failures.gone:
             self._failures.forget()
 
@@ -324,46 +320,6 @@ class DistributedRuntime:
                 "the parent's",
                 "use it in the process that made it; let workers of a data loader read data only",
             )
-
-    def _place(self) -> str:
-        action = self._control.last_seen[self.rank]
-        if not self._is_inside:
-            return f"outside a step, after {self._what}"
-        if action is None:
-            return self._what
-        return f"stage {action.stage}, micro-batch {action.microbatch}, action {action} of {self._what}"
-
-    def _where(self, rank: int) -> str:
-        if rank == self.rank:
-            return self._place()
-        heard = self._post.last_heard.get(rank)
-        return f"last heard of in {self._what}" + (
-            "" if heard is None else f", when it had sent what {heard.decode()} receives"
-        )
-
-    def _stalled(self, waiting: Waiting) -> Cause:
-        return self._stalls.cause(waiting.what, self._limit_s)
-
-    def _look_for_a_deadlock(self) -> None:
-        cause = self._stalls.deadlock()
-        if cause is not None:
-            self._failures.tell(cause)
-            self._failures.check()
-
-    def _state(self) -> State:
-        """What this rank is doing; asked by others, in the thread of connections."""
-        now_s, waiting, missing = time.monotonic(), self._post.waiting, self._collective.missing
-        if self._post.is_busy:
-            return State(self.rank, f"sends or receives at {self._place()}", None, now_s - self._since_s)
-        if waiting is not None:
-            doing = f"waits for {waiting.what} at {self._place()}"
-            return State(self.rank, doing, waiting.peer, now_s - waiting.since_s)
-        if missing:
-            ranks = ", ".join(map(str, missing))
-            return State(
-                self.rank, f"waits for rank {ranks} to meet, after {self._place()}", missing[0], now_s - self._since_s
-            )
-        return State(self.rank, self._place(), None, now_s - self._since_s)
 
     def _give(self, stage: int, key: str, value: Tensor | None) -> None:
         self._post.give(self._placement.rank_of(stage), key.encode(), _parcel_of(value), is_direct=False)
@@ -383,15 +339,15 @@ def _parcel_of(value: Tensor | None) -> Parcel:
     return Parcel((value._indices().cpu(), value._values().cpu()), (tuple(value.shape), value.is_coalesced()))
 
 
-def _weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
-    """The method as long as its object is there: the thread of connections shall not keep a pipeline alive."""
-    weak = weakref.WeakMethod(method)
+def _stalled(stalls: Stalls, limit_s: float, waiting: Waiting) -> Cause:
+    return stalls.cause(waiting.what, limit_s)
 
-    def call(*args: Any) -> T:
-        found = weak()
-        return otherwise if found is None else found(*args)
 
-    return call
+def _look_for_a_deadlock(stalls: Stalls, failures: Failures) -> None:
+    cause = stalls.deadlock()
+    if cause is not None:
+        failures.tell(cause)
+        failures.check()
 
 
 def _shut(ending: Ending, lanes: Lanes, post: Post, error: BaseException | None = None) -> None:

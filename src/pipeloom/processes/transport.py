@@ -11,7 +11,8 @@ from pipeloom.batch.trees import Structure, flatten
 from pipeloom.errors import BatchError
 from pipeloom.ir import Action, Schedule
 from pipeloom.ir.relations import counterpart
-from pipeloom.processes.post import Call, Parcel, Post
+from pipeloom.processes.parcels import Parcel
+from pipeloom.processes.post import Call, Post
 from pipeloom.processes.wire import shapes
 from pipeloom.runtime.boundary import Gradients, Message
 

@@ -74,11 +74,6 @@ class Message:
         needs_grad = tuple(map(_requires_grad, leaves))
         return cls(_each_once(leaves, part), structure, needs_grad), tuple(leaves)
 
-    @classmethod
-    def rebuilt(cls, leaves: tuple[Any, ...], skeleton: Any, needs_grad: tuple[bool, ...]) -> Message:
-        """The message that had this `skeleton`, in another process."""
-        return cls(leaves, flatten(skeleton)[1], needs_grad)
-
     def skeleton(self) -> Any:
         """The value with numbers for its leaves, which can be pickled where its type can."""
         return unflatten(list(range(len(self.leaves))), self.structure)
