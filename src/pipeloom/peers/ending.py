@@ -140,8 +140,12 @@ class Ending:
         if cause:
             self._failures.say_last_words(cause)
             _flush()
-            _aside(lambda: os.write(2, f"\n{cause}\n".encode())).join(_FLUSH_S)  # nobody may read it any more
+            _aside(lambda: _say(f"\n{cause}\n")).join(_FLUSH_S)  # nobody may read it any more
             os._exit(1)
+
+
+def _say(text: str) -> None:
+    os.write(2, text.encode())
 
 
 def _exit_late() -> None:
