@@ -1,5 +1,6 @@
 """Small checkpoints without torch, ranks that are threads or processes, and ways to do damage."""
 
+import errno
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeloom.archive import durable
 from pipeloom.archive.attempt import Attempt, begin
 from pipeloom.archive.durable import json_bytes
 from pipeloom.archive.group import ALONE, Group
@@ -74,6 +76,17 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1 << bit
     path.write_bytes(data)
+
+
+def unsteady_disk(store: Path) -> Callable[[Path], None]:
+    """A disk that flushes everything but the names in a folder."""
+
+    def flush(path: Path) -> None:
+        if path == store:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        durable.flush(path)
+
+    return flush
 
 
 class RankThread:

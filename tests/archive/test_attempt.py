@@ -14,7 +14,7 @@ from pipeloom.archive.attempt import Attempt, begin
 from pipeloom.archive.manifest import Contents
 from pipeloom.archive.verify import faults_of, verify_folder
 from pipeloom.errors import CheckpointError
-from tests.archive.samples import RankThread, finish, run_ranks, save, write_stage
+from tests.archive.samples import RankThread, finish, run_ranks, save, unsteady_disk, write_stage
 from tests.archive.test_claim import overtake
 
 FILES = ["manifest.json", "stage-000.optimizer.safetensors", "stage-000.safetensors", "training.json"]
@@ -173,6 +173,28 @@ def test_rank_that_cannot_even_say_so_is_noticed(tmp_path: Path, monkeypatch: py
     )
     assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 2
     assert names(tmp_path) == []
+
+
+def test_disk_that_answers_nothing_does_not_hide_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk was full, then gone; the error was of the attempt to tidy up, and the lock was never let go."""
+    begun = begin(tmp_path / "step-000001", 1, (0,))
+
+    def refuse(path: Path) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(CheckpointError, match=r"step-000001: .*No space left on device"):
+        finish(begun, 1, failing(0))
+    assert names(tmp_path) == []
+
+
+def test_whole_checkpoint_is_one_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refused to flush the new name. Rank 0 called that a failed save, rank 1 a good one: it was there."""
+    target = tmp_path / "step-000003"
+    monkeypatch.setattr(module, "flush", unsteady_disk(tmp_path))
+    assert run_ranks(2, lambda group: save(target, 3, (group.rank,), group)) == [target] * 2
+    assert faults_of(target) == []
+    assert names(tmp_path) == ["step-000003"]
 
 
 def test_rank_that_never_writes_is_waited_for_so_long(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeloom.archive import durable
+from pipeloom.archive import attempt, durable
 from pipeloom.archive.verify import faults_of
 from pipeloom.checkpoint import CheckpointStore, Layout, Saver, Snapshot, load_snapshot
 from pipeloom.checkpoint import saver as module
 from pipeloom.checkpoint.parts import Part
 from pipeloom.errors import CheckpointError, PipeloomWarning
-from tests.archive.samples import RankThread, run_ranks
+from tests.archive.samples import RankThread, run_ranks, unsteady_disk
 
 SIZE = 4_000
 
@@ -195,12 +195,42 @@ def test_old_checkpoint_that_stays_is_a_warning(store: CheckpointStore, monkeypa
     def fail(*_: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(module, "keep_newest", fail)
+    monkeypatch.setattr("pipeloom.checkpoint.store.keep_newest", fail)
     saver = Saver(store)
     saver.save(snapshot(1))
     with pytest.warns(PipeloomWarning, match="an old checkpoint cannot be removed: not yours"):
         saver.finish()
     assert (saver.failed_saves, saver.saved_step) == (0, 1)
+
+
+def test_disk_that_is_gone_is_a_failed_save(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not even say whether the remains are away; that was "an old checkpoint", and counted for nothing."""
+    with monkeypatch.context() as patch:
+
+        def die(*_: Any) -> None:
+            patch.setattr(Path, "exists", die)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr("pipeloom.archive.shard.write_new", die)
+        saver = Saver(store)
+        saver.save(snapshot(1))
+        saver._thread.join()
+    with pytest.warns(PipeloomWarning, match=r"step-000001: .*Input/output error; training goes on, none was saved"):
+        saver.poll()
+    assert (saver.failed_saves, saver.saved_step) == (1, None)
+
+
+def test_name_that_may_not_last_keeps_the_old_ones(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint was whole, but its name was perhaps not on the disk; the old one's removal was."""
+    with Saver(CheckpointStore(store.folder, num_kept=1)) as saver:
+        saver.save(snapshot(1))
+        saver.finish()
+        monkeypatch.setattr(attempt, "flush", unsteady_disk(store.folder))
+        saver.save(snapshot(2))
+        with pytest.warns(PipeloomWarning, match=r"step-000002 is whole, .* may undo its name: .*; no old one was"):
+            saver.finish()
+    assert (saver.failed_saves, saver.saved_step) == (0, 2)
+    assert store.steps() == [1, 2]
 
 
 def test_exception_in_training_waits_for_the_save(store: CheckpointStore, gate: Gate) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.checkpoint import CheckpointStore, Snapshot
-from pipeloom.errors import CheckpointError
-from tests.archive.samples import RankThread, run_ranks
+from pipeloom.archive import attempt
+from pipeloom.checkpoint import CheckpointStore, Snapshot, save_snapshot
+from pipeloom.errors import CheckpointError, PipeloomWarning
+from tests.archive.samples import RankThread, run_ranks, unsteady_disk
 
 
 def snapshot(step_index: int) -> Snapshot:
@@ -85,6 +86,28 @@ def test_place_that_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*file/step-000001: .*") as caught:
         CheckpointStore(tmp_path / "file").save(snapshot(1))
     assert "make room on the disk, or choose a folder" in str(caught.value.hint)
+
+
+def test_name_that_may_not_last_keeps_the_old_ones(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint was whole, but its name was perhaps not on the disk; the old one's removal was."""
+    monkeypatch.setattr(attempt, "flush", unsteady_disk(store.folder))
+    with pytest.warns(PipeloomWarning, match=r"step-000400 is whole, but .* undo its name: .*; no old one was removed"):
+        assert store.save(snapshot(400), 1) == store.path_of(400)
+    assert store.steps() == [100, 200, 300, 400]
+    with pytest.warns(PipeloomWarning, match=r"a is whole, but a power failure may undo its name: .*error$"):
+        save_snapshot(store.folder / "a", snapshot(1))
+
+
+def test_old_checkpoint_that_stays_is_a_warning(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save is good on all ranks, so it is no error on the one that removes."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("pipeloom.archive.steps.shutil.rmtree", refuse)
+    with pytest.warns(PipeloomWarning, match="an old checkpoint cannot be removed: not yours"):
+        store.save(snapshot(400))
+    assert store.steps() == [100, 200, 300, 400]
 
 
 def test_ranks_save_and_continue_together(tmp_path: Path) -> None:

@@ -56,13 +56,17 @@ class Attempt:
     claim: Claim | None
     limit_s: float
 
-    def write(self, write_stage: WriteStage, manifest: Manifest, training: dict[str, Any]) -> None:
+    def write(self, write_stage: WriteStage, manifest: Manifest, training: dict[str, Any]) -> OSError | None:
         """Write this rank's stages; return when the checkpoint is there. May run in any thread.
 
         Args:
             write_stage: writes the files of a stage into a folder, flushed.
             manifest: without contents; rank 0's counts.
             training: what else is saved, as JSON; rank 0's counts.
+
+        Returns:
+            Why the checkpoint, which is there, may be gone after a power failure: rank 0 could not bring its name to
+            the disk. Else None.
 
         Raises:
             CheckpointError: it could not be written, here or elsewhere; nothing of it is left.
@@ -81,8 +85,7 @@ class Attempt:
             if isinstance(error, OSError):
                 raise unwritten(self.target, error) from error
             raise
-        if self.claim is not None:
-            self.claim.release()
+        return self._settled(self.claim) if self.claim is not None else None
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others; rank 0 takes away what was written."""
@@ -104,7 +107,16 @@ class Attempt:
             _part(self.folder, stage).unlink()
         flush(self.folder)
         self.folder.rename(self.target)
-        flush(self.target.parent)
+
+    def _settled(self, claim: Claim) -> OSError | None:
+        """Flush the new name. Other ranks may have seen it already, so it is too late for the save to fail."""
+        try:
+            flush(self.target.parent)
+        except OSError as error:
+            return error
+        finally:
+            claim.release()
+        return None
 
     def _await_parts(self) -> list[Contents]:
         for waited_s in _pauses():

@@ -73,11 +73,12 @@ class Claim:
 
     def release(self) -> None:
         """Give up the lock; the folder was renamed or removed."""
-        if self._lock is not None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
             with contextlib.suppress(OSError):
                 _lock_of(self.folder).unlink()
-            os.close(self._lock)
-            self._lock = None
+            with contextlib.suppress(OSError):
+                os.close(lock)
 
 
 def temporary_of(target: Path, nonce: str) -> Path:
@@ -98,11 +99,15 @@ def remove_remains(store: Path, name: str = "") -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder into which others may still be writing: what they open later fails."""
+    """Remove a folder into which others may still be writing: what they open later fails.
+
+    A disk that refuses leaves it, as remains: this is called because of an error, which none of its own may hide.
+    """
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
+        with contextlib.suppress(OSError):
+            if not folder.exists():
+                return
         time.sleep(0.01)
 
 

@@ -15,10 +15,9 @@ from typing import Any, Self
 from pipeloom.archive.attempt import LIMIT_S, Attempt, begin, unwritten
 from pipeloom.archive.group import ALONE, Group
 from pipeloom.archive.manifest import Manifest
-from pipeloom.archive.steps import keep_newest
 from pipeloom.checkpoint.parts import Copies, Part, head_of, parts_of
 from pipeloom.checkpoint.snapshot import Snapshot
-from pipeloom.checkpoint.store import CheckpointStore
+from pipeloom.checkpoint.store import CheckpointStore, remove_old
 from pipeloom.errors import CheckpointError, PipeloomWarning
 
 _GRACE_S = 0.5
@@ -47,6 +46,7 @@ class Saver:
         self._preparation: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
+        self._said = ""
         self._last_failure: CheckpointError | None = None
 
     @property
@@ -123,10 +123,12 @@ class Saver:
         """What the thread runs."""
         step_index = manifest.step_index
         try:
-            attempt.write(lambda folder, stage: parts[stage].write(folder, stage, step_index), manifest, training)
+            doubt = attempt.write(
+                lambda folder, stage: parts[stage].write(folder, stage, step_index), manifest, training
+            )
             self.saved_step = step_index
             if self._group.rank == 0:
-                keep_newest(self.store.folder, self.store.num_kept, step_index)
+                self._said = remove_old(self.store.folder, step_index, self.store.num_kept, doubt)
         except BaseException as error:
             self._fault = error
 
@@ -137,12 +139,13 @@ class Saver:
         self._thread.join()
         self._thread = None
         fault, self._fault = self._fault, None
+        said, self._said = self._said, ""
         if isinstance(fault, CheckpointError):
             self._fail(fault, is_last)
-        elif isinstance(fault, OSError):
-            warnings.warn(f"an old checkpoint cannot be removed: {fault}", PipeloomWarning, stacklevel=3)
         elif fault is not None:
             raise fault
+        elif said:
+            warnings.warn(said, PipeloomWarning, stacklevel=3)
 
     def _fail(self, error: CheckpointError, is_last: bool = False) -> None:
         self.failed_saves += 1

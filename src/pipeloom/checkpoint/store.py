@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pipeloom.archive.steps import folder_of, keep_newest, set_aside_after, step
 from pipeloom.archive.verify import newest_good
 from pipeloom.checkpoint.parts import head_of, parts_of
 from pipeloom.checkpoint.snapshot import Snapshot, read_snapshot
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, PipeloomWarning
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: there is one of that step, or it cannot be written; then the others are as before.
+                An old one that cannot be removed is a `PipeloomWarning`.
         """
-        path = save_snapshot(self.path_of(snapshot.step_index), snapshot, group)
-        if group.rank == 0:
-            keep_newest(self.folder, num_kept or self.num_kept, snapshot.step_index)
+        path = self.path_of(snapshot.step_index)
+        doubt = _written(path, snapshot, group)
+        if group.rank == 0 and (said := remove_old(self.folder, snapshot.step_index, num_kept or self.num_kept, doubt)):
+            warnings.warn(said, PipeloomWarning, stacklevel=2)
         return path
 
     def latest_good(self, group: Group = ALONE) -> tuple[Snapshot, list[CheckpointError]]:
@@ -99,12 +102,44 @@ def save_snapshot(folder: Path, snapshot: Snapshot, group: Group = ALONE) -> Pat
         The folder.
 
     Raises:
-        CheckpointError: the folder exists, or cannot be written.
+        CheckpointError: the folder exists, or cannot be written. If only its name may not last: `PipeloomWarning`.
     """
+    doubt = _written(folder, snapshot, group)
+    if doubt is not None:
+        warnings.warn(_doubtful(folder, doubt), PipeloomWarning, stacklevel=2)
+    return folder
+
+
+def remove_old(store: Path, just_saved: int, num_kept: int, doubt: OSError | None) -> str:
+    """Remove the oldest checkpoints beside the one that was just saved, but never for one that may not last.
+
+    Args:
+        store: the folder of all of them.
+        just_saved: its step.
+        num_kept: how many are kept, with that one.
+        doubt: why it may not last, as `Attempt.write` says.
+
+    Returns:
+        What the user should know, if anything.
+    """
+    if doubt is not None:
+        return f"{_doubtful(folder_of(store, just_saved), doubt)}; no old one was removed"
+    try:
+        keep_newest(store, num_kept, just_saved)
+    except OSError as error:
+        return f"an old checkpoint cannot be removed: {error}"
+    return ""
+
+
+def _doubtful(folder: Path, doubt: OSError) -> str:
+    return f"the checkpoint {folder} is whole, but a power failure may undo its name: {doubt}"
+
+
+def _written(folder: Path, snapshot: Snapshot, group: Group) -> OSError | None:
+    """Write a snapshot as a new folder; return why it may not last, if so."""
     parts, head = parts_of(snapshot), head_of(snapshot)
     try:
         attempt = begin(folder, snapshot.step_index, [*parts], group)
     except OSError as error:
         raise unwritten(folder, error) from None
-    attempt.write(lambda place, stage: parts[stage].write(place, stage, snapshot.step_index), *head)
-    return folder
+    return attempt.write(lambda place, stage: parts[stage].write(place, stage, snapshot.step_index), *head)
