@@ -69,6 +69,20 @@ def test_one_rank_says_it_for_all(failing: tuple[int, ...], speaker: int) -> Non
     assert others == {f"rank {speaker}: wrong on {speaker}\nhint: mend it"}
 
 
+def test_who_may_hold_the_store_goes_last() -> None:
+    """Where no launcher holds it, the others could not even hear why they end."""
+    board, left = Board(), []
+
+    def work(job: Job) -> None:
+        try:
+            gathered(job, "a thing", lambda: fails_on(job, 0))
+        finally:
+            left.append((job.rank, sorted(key for key in board.values if "end" in key)))
+
+    on_ranks(3, work, board)
+    assert [keys for rank, keys in left if rank == 0] == [[f"pipeloom/end/0/{rank}" for rank in range(3)]]
+
+
 def test_peers_failure_is_not_agreed_on() -> None:
     """It has reached every rank by another way."""
 
@@ -83,7 +97,8 @@ def test_who_speaks_is_not_ended_by_others() -> None:
     """A launcher ends the other ranks as soon as one has ended."""
     previous = signal.getsignal(signal.SIGTERM)
     job = Job(Board(), 0, 2)
-    job.store.set("pipeloom/start/0/1/1", b"[null, null]")  # what the other rank says
+    for key, value in {"start/0/1/1": "[null, null]", "end/0/1": ""}.items():  # what the other rank says
+        job.store.set(f"pipeloom/{key}", value)
     try:
         with pytest.raises(ConfigError, match="wrong on 0"):
             gathered(job, "a thing", lambda: fails_on(job, 0))

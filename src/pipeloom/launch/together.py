@@ -7,6 +7,7 @@ decides what depends on time and place, and one rank's fault is everybody's, sai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from pipeloom.archive.group import Alone, Group
 from pipeloom.errors import PeerFailed, PipeloomError, ProcessError, SaidElsewhere
 
 LIMIT_S: Final = 600.0
+_LEAVE_S: Final = 10.0
 _POLL_S: Final = (0.001, 0.05)
 _RUN: Final = "pipeloom/run"
 
@@ -65,8 +67,16 @@ class Job:
         self._number += 1
         keys = [f"pipeloom/start/{self.attempt}/{self._number}/{rank}" for rank in range(self.num_ranks)]
         self.store.set(keys[self.rank], payload)
-        self._wait(keys, what)
+        self._wait(keys, what, self.limit_s)
         return [self.store.get(key) for key in keys]
+
+    def leave(self) -> None:
+        """Before all ranks end: the first one, which may hold the store, goes last."""
+        keys = [f"pipeloom/end/{self.attempt}/{rank}" for rank in range(self.num_ranks)]
+        self.store.set(keys[self.rank], "")
+        if self.rank == 0:
+            with contextlib.suppress(ProcessError):
+                self._wait(keys, "the end", min(self.limit_s, _LEAVE_S))
 
     def remember(self, value: Any) -> None:
         """Keep a value for the attempts that come after this one; the first rank's counts."""
@@ -77,14 +87,14 @@ class Job:
         """What an earlier attempt has kept, or None."""
         return json.loads(self.store.get(_RUN)) if self.store.check([_RUN]) else None
 
-    def _wait(self, keys: list[str], what: str) -> None:
+    def _wait(self, keys: list[str], what: str, limit_s: float) -> None:
         # Asked again and again: neither a signal nor our limit could end a `get` that waits.
-        pause_s, until_s = _POLL_S[0], time.monotonic() + self.limit_s
+        pause_s, until_s = _POLL_S[0], time.monotonic() + limit_s
         while not self.store.check(keys):
             if time.monotonic() > until_s:
                 missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self.store.check([key]))
                 raise ProcessError(
-                    f"rank {self.rank} of {self.num_ranks} waited {self.limit_s:g} s for {what} from rank {missing}",
+                    f"rank {self.rank} of {self.num_ranks} waited {limit_s:g} s for {what} from rank {missing}",
                     "start the same command once for every rank; their own output says whether they failed before",
                 )
             time.sleep(pause_s)
@@ -147,9 +157,13 @@ def gathered(group: Group, what: str, make: Callable[[], Any]) -> list[Any]:
     failed = [rank for rank, (fault, _) in enumerate(everyones) if fault is not None]
     if not failed:
         return [found for _, found in everyones]
-    if error is not None and group.rank == failed[0]:
-        _finish_speaking(group)
-        raise error
+    speaks = error if group.rank == failed[0] else None
+    if speaks is not None:
+        _be_left_alone(group)
+    if isinstance(group, Job):
+        group.leave()
+    if speaks is not None:
+        raise speaks
     message, hint = everyones[failed[0]][0]
     raise SaidElsewhere(f"rank {failed[0]}: {message}", hint) from error
 
@@ -175,7 +189,7 @@ def together(group: Group, what: str, do: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _finish_speaking(group: Group) -> None:
+def _be_left_alone(group: Group) -> None:
     """A launcher ends the others when the first one has ended; who has to say why must not be among them."""
     if group.num_ranks > 1 and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
