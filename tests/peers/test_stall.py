@@ -2,6 +2,7 @@
 
 import re
 import signal
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -145,3 +146,31 @@ def test_a_stopped_rank_is_found(tmp_path):
 
 if __name__ == "__main__":
     GOLDEN.write_text(reports(), "utf-8")
+
+
+WAITING = {rank: State(rank, f"waits at {rank}", 1 - rank, 5.0) for rank in range(2)}
+ONE_SECOND_LATER = {rank: replace(state, since_s=6.0) for rank, state in WAITING.items()}
+
+
+def asked(monkeypatch, *answers):
+    """Stalls that gets these answers, one after another, without waiting."""
+    with meshes(2) as made:
+        stalls = Stalls(made[0], Failures(made[0], str), lambda: WAITING[0])
+    found = iter(answers)
+    monkeypatch.setattr(stalls, "ask", lambda: next(found))
+    monkeypatch.setattr("pipeloom.peers.stall.time.sleep", lambda _: None)
+    return stalls.deadlock()
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(monkeypatch):
+    cause = asked(monkeypatch, WAITING, ONE_SECOND_LATER)
+    assert cause.message.startswith("all ranks wait for each other, and none does anything")
+    assert "they wait for each other in a circle: rank 0 -> rank 1 -> rank 0" in cause.traceback
+
+
+@pytest.mark.parametrize(
+    "change", [{"waits_for": None}, {"is_busy": True}, {"doing": "waits for the next"}, {"since_s": 0.1}], ids=str
+)
+def test_ranks_of_which_one_goes_on_are_let_alone(monkeypatch, change):
+    """A large tensor under way, a wait that has just begun, a rank that computes."""
+    assert asked(monkeypatch, WAITING, ONE_SECOND_LATER | {1: replace(ONE_SECOND_LATER[1], **change)}) is None

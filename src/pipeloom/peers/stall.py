@@ -35,6 +35,7 @@ class State:
         waits_for: another rank, or nobody.
         since_s: how long it has been doing that.
         stack: the Python stack of its main thread, as text.
+        is_busy: something is under way to it or from it, so that it may go on by itself.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class State:
     waits_for: int | None = None
     since_s: float = 0.0
     stack: str = ""
+    is_busy: bool = False
 
     @property
     def line(self) -> str:
@@ -86,7 +88,7 @@ class Stalls:
         Ranks that do not make the same calls wait for each other for ever; nobody has to sit out a limit for that.
         """
         states = self.ask()
-        if any(state.waits_for is None for state in states.values()):
+        if any(state.waits_for is None or state.is_busy for state in states.values()):
             return None
         time.sleep(_PAUSE_S)
         later = self.ask()
@@ -128,7 +130,7 @@ class Stalls:
 def _goes_on(one: State, later: State) -> bool:
     """Whether a rank has waited for the same thing in between."""
     is_same = (one.doing, one.waits_for) == (later.doing, later.waits_for)
-    return is_same and later.since_s >= one.since_s + _PAUSE_S / 2
+    return is_same and not later.is_busy and later.since_s >= one.since_s + _PAUSE_S / 2
 
 
 def chain_from(rank: int, states: Mapping[int, State]) -> list[int]:

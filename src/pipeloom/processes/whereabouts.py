@@ -58,13 +58,12 @@ class Whereabouts:
     def state(self) -> State:
         """What this rank is doing; asked by others, in the thread of connections."""
         doing, waits_for, since_s = self._doing()
-        return State(self._rank, doing, waits_for, time.monotonic() - since_s)
+        is_busy = self.post is not None and self.post.is_busy
+        return State(self._rank, doing, waits_for, time.monotonic() - since_s, is_busy=is_busy)
 
     def _doing(self) -> tuple[str, int | None, float]:
         waiting = None if self.post is None else self.post.waiting
         missing = [] if self.collective is None else self.collective.missing
-        if self.post is not None and self.post.is_busy:
-            return f"sends or receives at {self.place}", None, self.since_s
         if waiting is not None:
             return f"waits for {waiting.what} at {self.place}", waiting.peer, waiting.since_s
         if missing:
