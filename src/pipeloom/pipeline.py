@@ -284,7 +284,7 @@ class Pipeline:
             self._ranks.runtime.all_gather,
             what=f"clip_grad_norm_({max_norm}, {norm_type}) before step {self.step_index}",
         )
-        own, names = dict(self.named_parameters()), self._ranks.share.parameter_names()
+        own, names = dict(self.named_parameters()), self._ranks.share.parameter_names
         return clip_grad_norm(own, names, max_norm, norm_type, error_if_nonfinite, gather)
 
     def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:

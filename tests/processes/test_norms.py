@@ -67,3 +67,11 @@ def test_a_norm_that_is_not_finite_is_refused_if_that_is_asked_for():
 
 def test_nothing_to_clip_is_a_norm_of_nothing():
     assert clip_grad_norm({}, [], 1.0, 2.0, True, lambda payload: [payload]).item() == 0.0
+
+
+def test_a_weight_that_the_model_got_later_counts_too():
+    model = trained()
+    own = dict(model.named_parameters())
+    expected = nn.utils.clip_grad_norm_(trained().parameters(), math.inf)
+    found = clip_grad_norm(own, list(own)[:-1], math.inf, 2.0, False, lambda payload: [payload])
+    torch.testing.assert_close(found, expected)

@@ -79,7 +79,7 @@ def test_each_parameter_is_trained_by_one_rank():
     found = shares(is_tied=True)
     names = [name for _, share in found for name, _ in share.named_parameters()]
     assert names == [name for name, _ in model(is_tied=True).named_parameters()]
-    assert all(share.parameter_names() == names for _, share in found)
+    assert all(share.parameter_names == names for _, share in found)
 
 
 def test_what_is_elsewhere_takes_no_memory():

@@ -27,6 +27,10 @@ class Share:
         made: the cut model.
         ties: its tied weights; such a weight belongs to the earliest stage that uses it.
         stages: those that are here.
+
+    Attributes:
+        is_whole: whether all are.
+        parameter_names: of the whole model, each parameter once.
     """
 
     def __init__(self, made: Split, ties: Ties, stages: Collection[int]) -> None:
@@ -34,6 +38,7 @@ class Share:
         self._ties = ties
         self._stages = frozenset(stages)
         self.is_whole = len(self._stages) == made.num_stages
+        self.parameter_names = [name for name, each in made.root.named_parameters() if not ties.is_copy(each)]
         self._stage_of = {unit.name: stage for stage, units in enumerate(made.stages) for unit in units}
 
     def stage_of(self, name: str) -> int:
@@ -42,13 +47,17 @@ class Share:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are here, each once, in the whole model's order."""
-        for name, parameter in self._made.root.named_parameters():
-            if self.stage_of(name) in self._stages and not self._ties.is_copy(parameter):
-                yield name, parameter
-
-    def parameter_names(self) -> list[str]:
-        """The names of all parameters of the whole model, each once."""
-        return [name for name, each in self._made.root.named_parameters() if not self._ties.is_copy(each)]
+        if self.is_whole:
+            named = self._made.root.named_parameters()
+            return ((name, parameter) for name, parameter in named if not self._ties.is_copy(parameter))
+        seen: set[nn.Parameter] = set()
+        return (
+            (name, parameter)
+            for stage in sorted(self._stages)
+            for unit in self._made.stages[stage]
+            for name, parameter in unit.module.named_parameters(unit.name)
+            if not self._ties.is_copy(parameter) and not (parameter in seen or seen.add(parameter))  # type: ignore[func-returns-value]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers that are here; a tied weight under all its names where its earliest stage is."""

@@ -65,7 +65,8 @@ def train(
         warnings.simplefilter("ignore", PipeloomWarning)  # what there is to warn of, the first rank warns of
     given = together(job, "the number of stages", lambda: with_processes(layers, num_started()))
     start = find_start(resume, given, job, job.remembered())
-    job.remember(start.origin)
+    if not start.is_again:
+        job.remember(start.origin)
     config = start.config
     # Each rank is a thread or a process already, and bits depend on how many threads share one operation.
     torch.set_num_threads(config.train.threads)
@@ -150,6 +151,7 @@ def _loop(start: Start, corpus: Corpus, pipe: Pipeline, stop: Stop) -> Loop:
         sink=lambda _: None,
         store=start.store if config.checkpoint.enabled else None,
         stop=stop,
+        is_under_way=start.is_under_way,
     )
     loop.held_out.probe(pipe)
     if start.checkpoint is not None:

@@ -70,6 +70,7 @@ class Loop:
         fingerprint: of the text that ``batches`` walk through.
         sink: takes the records.
         stop: says when to stop before the last step.
+        is_under_way: whether it goes on, started again by a launcher, as if nothing had happened.
         store: where checkpoints go, or None to keep none.
         step_index: completed steps.
         saved_step: the step of the newest checkpoint that is whole.
@@ -86,6 +87,7 @@ class Loop:
     sink: Sink
     store: CheckpointStore | None
     stop: Stop = field(default_factory=Stop)
+    is_under_way: bool = False
     step_index: int = 0
     saved_step: int = 0
     evaluation: HeldOutRecord | None = None
@@ -100,7 +102,8 @@ class Loop:
         """
         with contextlib.nullcontext() if self.store is None else self.saver:
             self.stop.agree()
-            self.evaluate()
+            if not self.is_under_way or self._is_due(self.config.metrics.held_out_interval_steps):
+                self.evaluate()
             while self.step_index < until and not self.stop.signal:
                 self.sink(self.step())
                 if self._is_due(self.config.checkpoint.interval_steps):

@@ -37,13 +37,13 @@ class Place:
         checkpoint: the one to go on from, or None.
         run: the run whose newest good checkpoint is the one, or None. If the run is started again and has none yet,
             ``checkpoint`` is.
-        is_again: whether a launcher starts the run again.
+        began_at: the step at which the run began, if a launcher starts it again.
     """
 
     folder: str
     checkpoint: str | None = None
     run: str | None = None
-    is_again: bool = False
+    began_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Start:
         config: resolved; ``config.train.folder`` is the run's folder.
         checkpoint: the state to go on from, or None.
         notes: what the user should know about how it was found.
-        is_again: whether a launcher starts the run again.
+        began_at: the step at which the run began, if a launcher starts it again.
     """
 
     config: TrainingConfig
     checkpoint: Opened | None = None
     notes: tuple[str, ...] = ()
-    is_again: bool = False
+    began_at: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -80,7 +80,18 @@ class Start:
     @property
     def origin(self) -> dict[str, Any]:
         """What `find_start` needs to know if the run is started again."""
-        return {"folder": str(self.folder), "checkpoint": str(self.checkpoint.folder) if self.checkpoint else None}
+        checkpoint = str(self.checkpoint.folder) if self.checkpoint else None
+        return {"folder": str(self.folder), "checkpoint": checkpoint, "began_at": self.step_index}
+
+    @property
+    def is_again(self) -> bool:
+        """Whether a launcher starts the run again."""
+        return self.began_at is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has come further than where it began."""
+        return self.began_at is not None and self.step_index > self.began_at
 
 
 def store_of(folder: Path) -> CheckpointStore:
@@ -117,7 +128,7 @@ def find_start(
         return _in_folder(resolve([*under, *layers]), Path(place.folder)).model_dump(mode="json")
 
     config = TrainingConfig.model_validate(from_first(group, "the configuration", resolved))
-    return Start(config, checkpoint, notes, place.is_again)
+    return Start(config, checkpoint, notes, place.began_at)
 
 
 def prepare_folder(start: Start) -> tuple[str, ...]:
@@ -145,7 +156,7 @@ def prepare_folder(start: Start) -> tuple[str, ...]:
 def _place(resume: str | None, layers: Sequence[Layer], origin: Mapping[str, Any] | None) -> Place:
     given = _given_folder(layers)
     if origin is not None:
-        return Place(**origin, run=origin["folder"], is_again=True)
+        return Place(**origin, run=origin["folder"])
     if resume is None:
         resolve(layers)  # a misspelt key is said before a folder in use
         return Place(str(_unused(given or _fresh_folder())))
@@ -161,7 +172,7 @@ def _opened(place: Place, group: Group) -> tuple[Opened | None, tuple[str, ...]]
             found, faults = Opened.newest(store_of(Path(place.run)), group)
             return found, tuple(f"passed over a damaged checkpoint: {fault.message}" for fault in faults)
         except CheckpointError:
-            if not place.is_again:
+            if place.began_at is None:
                 raise
     return (Opened.at(Path(place.checkpoint), group), ()) if place.checkpoint else (None, ())
 
