@@ -10,13 +10,14 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from pipeloom.archive.group import Group
 from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss, Verdict
 from pipeloom.batch.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.errors import LossError, PipeloomError, ProcessError, RuntimeStateError, SplitError
 from pipeloom.ir import Schedule, Timeline
 from pipeloom.processes import Place, clip_grad_norm
 from pipeloom.programs import Programs
-from pipeloom.ranks import Devices, Group, check_num_ranks, place
+from pipeloom.ranks import Devices, check_num_ranks, place
 from pipeloom.runtime.ambient import Ambient
 from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.context import StepContext

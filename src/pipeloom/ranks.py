@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,22 +15,6 @@ from pipeloom.programs import Programs
 from pipeloom.runtime.local import LocalRuntime
 from pipeloom.runtime.stage import Stage
 from pipeloom.splitting import Share, Split, Ties
-
-
-class Group(Protocol):
-    """The processes of a pipeline; all of them make the same calls, in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """This process's place among them."""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-
-    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
-        """Every process's payload, in rank order; ``what`` names the place in the program, for errors."""
-
 
 Devices = Sequence[torch.device | str | int]
 

@@ -1,4 +1,4 @@
-"""The processes that write, or read, one checkpoint together."""
+"""Processes that work together: on a pipeline, on a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Group(Protocol):
-    """What a checkpoint asks of them: a number each, and a way to hear all at once."""
+    """What is asked of them: a number each, and a way to hear all at once."""
 
     @property
     def rank(self) -> int:
