@@ -178,6 +178,16 @@ def test_run_reports_saves_and_evaluates_when_due(make_loop: MakeLoop) -> None:
     assert loop.store.steps() == [3, 5]
 
 
+@pytest.mark.parametrize(("num_before", "scored"), [(2, [3, 5]), (3, [3, 5])])
+def test_run_that_is_started_again_is_scored_when_due(make_loop: MakeLoop, num_before: int, scored: list[int]) -> None:
+    records: list[Record] = []
+    loop = make_loop(records=records)
+    take_steps(loop, num_before)
+    loop.is_under_way = True
+    loop.run(5)
+    assert [r.step for r in records if isinstance(r, HeldOutRecord)] == scored
+
+
 def test_nothing_is_done_twice_at_the_end(make_loop: MakeLoop) -> None:
     records: list[Record] = []
     loop = make_loop(records=records)

@@ -208,7 +208,7 @@ def test_run_that_is_started_again_goes_on_in_its_own_folder() -> None:
     origin = find_start(None, flags(folder="run", steps=9)).origin
     make_run("run", 2, 4, steps=9)
     start = find_start(None, flags(folder="run", steps=9), origin=origin)
-    assert (start.step_index, start.folder, start.is_again) == (4, Path("run"), True)
+    assert (start.step_index, start.folder, start.is_under_way) == (4, Path("run"), True)
     assert prepare_folder(start) == ()
 
 
@@ -229,10 +229,10 @@ def test_branch_without_a_checkpoint_is_started_from_its_root() -> None:
     first = find_start("run/checkpoints/step-000002", flags(folder="branch"))
     prepare_folder(first)
     start = find_start("run/checkpoints/step-000002", flags(folder="branch"), origin=first.origin)
-    assert (start.step_index, start.folder) == (2, Path("branch"))
+    assert (start.step_index, start.folder, start.is_under_way) == (2, Path("branch"), False)
     make_run("branch", 7)
     again = find_start("run/checkpoints/step-000002", flags(folder="branch"), origin=first.origin)
-    assert (again.step_index, again.folder) == (7, Path("branch"))
+    assert (again.step_index, again.folder, again.is_under_way) == (7, Path("branch"), True)
 
 
 def test_run_of_no_name_is_found_again() -> None:
