@@ -150,3 +150,10 @@ def test_versions_beside_a_state_reach_their_modules():
     assert torch.equal(made.root[1][0].weight, before)
     share.load_state_dict(dict(state), strict=True)
     assert torch.equal(made.root[1][0].weight, -before)
+
+
+def test_a_tied_weight_is_saved_as_it_is_now():
+    """Its second name had the value from before ``weight.data`` was assigned."""
+    root, share = shares(is_tied=True)[0]
+    root[0].weight.data = torch.full((4, 4), 5.0)
+    assert share.state_dict()["3.weight"].tolist() == [[5.0] * 4] * 4

@@ -64,7 +64,8 @@ class Share:
         if self.is_whole:
             return self._made.root.state_dict()
         state = self._made.root.state_dict(keep_vars=True)
-        return {name: _detached(value) for name, value in state.items() if self._home(name, value) in self._stages}
+        here = {name: value for name, value in state.items() if self._home(name, value) in self._stages}
+        return {name: _detached(self._ties.owner_of(value)) for name, value in here.items()}
 
     def in_order(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same entries in the order that the whole model has them."""

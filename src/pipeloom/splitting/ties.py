@@ -83,7 +83,7 @@ class Ties:
         """The stage that owns what this copy stands for; None if it is no copy."""
         return next((tie.owner_stage for tie in self._ties if tie.copy is value), None)
 
-    def owner_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def owner_of(self, tensor: Any) -> Any:
         """The weight that a copy stands for; anything else is its own owner."""
         return next((tie.owner for tie in self._ties if tie.copy is tensor), tensor)
 
