@@ -123,7 +123,7 @@ class Share:
 
     def _released(self, tensor: Tensor, spared: Collection[int], made: dict[int, Tensor]) -> Tensor:
         """What takes a tensor's place: one of no memory for each, and for a tied weight one for all its copies."""
-        owner = self._ties.owner_of(tensor)
+        owner: Tensor = self._ties.owner_of(tensor)
         if id(tensor) in spared:
             return tensor
         if id(owner) in spared:  # tied to a stage that is here, and to this one
