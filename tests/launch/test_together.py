@@ -97,7 +97,7 @@ def test_who_speaks_is_not_ended_by_others() -> None:
     """A launcher ends the other ranks as soon as one has ended."""
     previous = signal.getsignal(signal.SIGTERM)
     job = Job(Board(), 0, 2)
-    for key, value in {"start/0/1/1": "[null, null]", "end/0/1": ""}.items():  # what the other rank says
+    for key, value in {"start/0/1/1": "a thing\0[null, null]", "end/0/1": ""}.items():  # what the other rank says
         job.store.set(f"pipeloom/{key}", value)
     try:
         with pytest.raises(ConfigError, match="wrong on 0"):
@@ -105,6 +105,13 @@ def test_who_speaks_is_not_ended_by_others() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def test_ranks_at_different_places_are_told_so() -> None:
+    """One took what the other said of a checkpoint for what it says of a folder."""
+    found = on_ranks(2, lambda job: job.all_gather(b"x", "the folder" if job.rank else "the checkpoint"))
+    assert all(isinstance(each, ProcessError) for each in found)
+    assert "rank 0 is at 'the checkpoint', rank 1 at 'the folder'" in str(found[0])
 
 
 def test_alone_a_fault_is_just_raised() -> None:

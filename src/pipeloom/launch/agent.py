@@ -51,10 +51,8 @@ class Launch:
 
     def run(self) -> Ended:
         """Start the ranks and wait for their end."""
-        with tempfile.TemporaryDirectory(prefix="pipeloom-launch-") as place, _silenced():
+        with tempfile.TemporaryDirectory(prefix="pipeloom-launch-") as place, _silenced(), _environment(place):
             words = Words(Path(place))
-            os.environ |= {FOLDER: place, LAUNCHER: str(os.getpid())}
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
             agent = _agent(self.command, self.num_ranks, self.max_restarts, place, partial(self._begin, words))
             with self._receiving():
                 result = self._supervise(agent, words)
@@ -117,6 +115,22 @@ class Launch:
         if cause is None and self._received and (ended is not None or is_failed):
             return Ended(_BY_SIGNAL + self._received[0], "stopped before all ranks could save")
         return Ended(FAILED, cause or _how_ranks_ended(result)) if is_failed else Ended(0)
+
+
+@contextlib.contextmanager
+def _environment(place: str) -> Iterator[None]:
+    """What the ranks inherit; put back at the end, or this process would be taken for one of them."""
+    before = dict(os.environ)
+    os.environ |= {FOLDER: place, LAUNCHER: str(os.getpid())}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        for name in (FOLDER, LAUNCHER, "OMP_NUM_THREADS"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 def _agent(command: Sequence[str], num_ranks: int, max_restarts: int, place: str, begin: Callable[[int], None]) -> Any:

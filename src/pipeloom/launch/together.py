@@ -62,13 +62,21 @@ class Job:
         """Return every rank's payload, in the order of ranks.
 
         Raises:
-            ProcessError: a rank did not come within the limit.
+            ProcessError: a rank did not come within the limit, or came to something else.
         """
         self._number += 1
         keys = [f"pipeloom/start/{self.attempt}/{self._number}/{rank}" for rank in range(self.num_ranks)]
-        self.store.set(keys[self.rank], payload)
+        self.store.set(keys[self.rank], what.encode() + b"\0" + payload)
         self._wait(keys, what, self.limit_s)
-        return [self.store.get(key) for key in keys]
+        said = [self.store.get(key).partition(b"\0") for key in keys]
+        for rank, (theirs, _, _) in enumerate(said):
+            if theirs != what.encode():
+                raise ProcessError(
+                    f"the ranks are at different places: rank {self.rank} is at {what!r}, rank {rank} at "
+                    f"{theirs.decode()!r}",
+                    "start every process with the same program, options and environment",
+                )
+        return [payload for _, _, payload in said]
 
     def leave(self) -> None:
         """Before all ranks end: the first one, which may hold the store, goes last."""
