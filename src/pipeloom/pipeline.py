@@ -15,7 +15,7 @@ from pipeloom.batch.losses import LossFn, LossRule, Reduction, StepLoss, Verdict
 from pipeloom.batch.microbatches import MicrobatchInputs, batch_size, merge_outputs, split_batch
 from pipeloom.errors import LossError, PipeloomError, ProcessError, RuntimeStateError, SplitError
 from pipeloom.ir import Schedule, Timeline
-from pipeloom.processes import Place, clip_grad_norm
+from pipeloom.processes import TransportName, clip_grad_norm
 from pipeloom.programs import Programs
 from pipeloom.ranks import Devices, check_num_ranks, place
 from pipeloom.runtime.ambient import Ambient
@@ -89,10 +89,10 @@ class Pipeline:
         grad_dtype: torch.dtype | None = None,
         seed: int = 0,
         trace: bool = True,
-        transport: Place = "auto",
+        transport: TransportName = "auto",
         wait_limit_s: float = 600.0,
     ) -> None:
-        _one_of(transport, Place, "transport", ProcessError)
+        _one_of(transport, TransportName, "transport", ProcessError)
         self._split = split(model, num_stages=num_stages, cuts=cuts)
         self._ties = Ties(self._split, loss_fn)
         self._model = model

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.batch.losses import LossRule
 from pipeloom.errors import ProcessError, SplitError, UnsupportedShape
-from pipeloom.processes import DistributedRuntime, Place, World, find_world
+from pipeloom.processes import DistributedRuntime, TransportName, World, find_world
 from pipeloom.programs import Programs
 from pipeloom.runtime.local import LocalRuntime
 from pipeloom.runtime.stage import Stage
@@ -39,7 +39,7 @@ def place(
     ties: Ties,
     programs: Programs,
     rule: LossRule,
-    transport: Place,
+    transport: TransportName,
     devices: Devices | None,
     limit_s: float,
 ) -> Ranks:
@@ -60,23 +60,34 @@ def place(
         ProcessError: there are not as many processes as ranks, or they do not find each other.
     """
     world, num_ranks = find_world(transport), programs.placement.num_ranks
-    if world is not None and world.num_ranks != num_ranks:
-        raise _other_number(world, programs)
-    own = None if world is None else world.device
-    places = [own] * num_ranks if devices is None else _checked(devices, num_ranks)
-    here = range(made.num_stages) if world is None else programs.placement.stages_of(world.rank)
-    share = Share(made, ties, here)
-    facts, weights = _facts(made, programs), "" if world is None else _weights(made)
-    if world is not None:
-        _check_loss(made, ties, rule)
-    share.release()
-    stages = [_stage(index, made, programs, places) for index in here]
+    places = None if devices is None else _checked(devices, num_ranks)
     if world is None:
-        return Ranks(frozenset(here), share, LocalRuntime(stages, programs.placement))
-    by_index = dict(zip(here, stages, strict=True))
-    has_ties = any(ties.crossing(programs.placement.stages_of(rank)) for rank in range(num_ranks))
-    crossing = ties.crossing(here)
-    runtime = DistributedRuntime(world, by_index, programs.placement, crossing, limit_s, has_ties=has_ties)
+        here = range(made.num_stages)
+        stages = [_stage(index, made, programs, places or [None] * num_ranks) for index in here]
+        return Ranks(frozenset(here), Share(made, ties, here), LocalRuntime(stages, programs.placement))
+    if world.num_ranks != num_ranks:
+        raise _other_number(world, programs)
+    _check_loss(made, ties, rule)
+    return _as_process(world, made, ties, programs, places or [world.device] * num_ranks, limit_s)
+
+
+def _as_process(
+    world: World,
+    made: Split,
+    ties: Ties,
+    programs: Programs,
+    places: Sequence[torch.device | None],
+    limit_s: float,
+) -> Ranks:
+    placement = programs.placement
+    here = placement.stages_of(world.rank)
+    share = Share(made, ties, here)
+    facts, weights = _facts(made, programs), _weights(made)
+    share.release()
+    stages = {index: _stage(index, made, programs, places) for index in here}
+    channels = programs.training(programs.checked(None)).channels
+    has_ties = any(ties.crossing(placement.stages_of(rank)) for rank in range(world.num_ranks))
+    runtime = DistributedRuntime(world, stages, placement, channels, ties.crossing(here), limit_s, has_ties=has_ties)
     try:
         runtime.meet(facts, weights)
     except BaseException as error:

@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.ir import Action, Kind, Placement, Schedule
 from pipeloom.ir.notation import parse_action
-from pipeloom.ir.relations import channel_of, counterpart, needs, resolve, stage_needs, takes, waits_for
+from pipeloom.ir.relations import channel_of, counterpart, needs, other_stage, resolve, stage_needs, takes, waits_for
 from pipeloom.passes import add_transfers
 from tests.texts import schedule_of, zb_h1
 
@@ -80,6 +80,7 @@ def test_counterparts_are_mutual(kind: Kind) -> None:
     action = Action(kind, 1, 3)
     other = counterpart(action)
     assert counterpart(other) == action
+    assert other_stage(action) == other.stage
     assert (other.kind.is_send, other.microbatch) == (kind.is_recv, 3)
 
 

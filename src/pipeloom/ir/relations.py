@@ -96,6 +96,11 @@ def counterpart(action: Action) -> Action:
     return Action(kind, action.stage + step, action.microbatch)
 
 
+def other_stage(transfer: Action) -> int:
+    """The stage at the other end of a transfer; for those who have no time to make its `counterpart`."""
+    return transfer.stage + _STEPS[transfer.kind.code]
+
+
 def channel_of(send: Action, schedule: Schedule) -> tuple[int, int]:
     """The ordered pair of ranks, sender and receiver, between which a send travels."""
     return schedule.rank_of(send.stage), schedule.rank_of(counterpart(send).stage)
@@ -107,3 +112,4 @@ _COUNTERPARTS = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
+_STEPS = {kind.code: step for kind, (_, step) in _COUNTERPARTS.items()}

@@ -18,6 +18,6 @@
 
 from pipeloom.processes.norms import clip_grad_norm
 from pipeloom.processes.runtime import DistributedRuntime
-from pipeloom.processes.world import Place, World, find_world
+from pipeloom.processes.world import TransportName, World, find_world
 
-__all__ = ["DistributedRuntime", "Place", "World", "clip_grad_norm", "find_world"]
+__all__ = ["DistributedRuntime", "TransportName", "World", "clip_grad_norm", "find_world"]

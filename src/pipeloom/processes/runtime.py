@@ -7,7 +7,7 @@ import pickle
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class DistributedRuntime:
         world: the processes.
         stages: this rank's, by index.
         placement: which rank runs which stage.
+        channels: the ordered pairs of ranks between which schedules send.
         ties: between one of these stages and one on another rank, by a number that both use.
         limit_s: how long to wait for another rank before that is called a stall.
         has_ties: whether any two ranks share a weight.
@@ -84,6 +85,7 @@ class DistributedRuntime:
         world: World,
         stages: Mapping[int, Stage],
         placement: Placement,
+        channels: Collection[tuple[int, int]],
         ties: Mapping[int, Tie],
         limit_s: float,
         *,
@@ -104,7 +106,7 @@ class DistributedRuntime:
         self._failures = failures = Failures(mesh, where.of)
         stalls = Stalls(mesh, failures, where.state)
         self._collective = where.collective = Collective(mesh, failures, limit_s)
-        lanes = Lanes(world.backend, world.global_ranks, _channels(placement), world.rank, world.device)
+        lanes = Lanes(world.backend, world.global_ranks, channels, world.rank, world.device)
         stalled = partial(_stalled, stalls, limit_s)
         self._post = where.post = Post(mesh, connections, lanes, failures, limit_s, stalled)
         self._transport = DistributedTransport(self._post)
@@ -251,9 +253,8 @@ class DistributedRuntime:
         """Say why, if an exception of this rank's user is the reason, and close the connections."""
         self._is_closed = True
         self._let_go.detach()
-        _shut(
-            self._ending, self._lanes, self._post, None if isinstance(error, NonFiniteLoss) else error
-        )  # all raise it
+        is_said_by_all = isinstance(error, NonFiniteLoss)
+        _shut(self._ending, self._lanes, self._post, None if is_said_by_all else error)
 
     @property
     def _has_last_stage(self) -> bool:
@@ -354,12 +355,6 @@ def _shut(ending: Ending, lanes: Lanes, post: Post, error: BaseException | None 
     ending.close(error)
     lanes.close()
     post.close()
-
-
-def _channels(placement: Placement) -> set[tuple[int, int]]:
-    """The ordered pairs of ranks that hold neighbouring stages."""
-    pairs = [(placement.rank_of(s), placement.rank_of(s + 1)) for s in range(placement.num_stages - 1)]
-    return {pair for one, other in pairs if one != other for pair in ((one, other), (other, one))}
 
 
 def _on_cpu(values: Mapping[str, Any]) -> Parcel:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import ProcessError
 
-Place = Literal["auto", "local", "distributed"]
+TransportName = Literal["auto", "local", "distributed"]
 _numbers = itertools.count()
 
 
@@ -46,22 +46,22 @@ class World:
         return len(self.global_ranks)
 
 
-def find_world(place: Place) -> World | None:
+def find_world(transport: TransportName) -> World | None:
     """The processes that this one belongs to; None if the ranks are threads of it.
 
     Args:
-        place: "auto": processes if a process group of several exists, or torchrun has started several; "local" and
+        transport: "auto": processes if a process group of several exists, or torchrun has started several; "local" and
             "distributed" say it.
 
     Raises:
         ProcessError: "distributed" was asked for, and there is nothing of the kind.
     """
-    if place == "local":
+    if transport == "local":
         return None
     if not _is_initialised() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         _initialise()
     num_processes = dist.get_world_size() if _is_initialised() else 1
-    if place == "distributed" and num_processes < 2:
+    if transport == "distributed" and num_processes < 2:
         raise ProcessError(
             f"transport='distributed' was given, but there is {num_processes} process; a rank needs one each",
             "start it with: torchrun --nproc-per-node NUM_RANKS your_script.py",

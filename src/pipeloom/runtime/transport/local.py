@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.ir.relations import other_stage
 from pipeloom.runtime.transport.base import Aborted
 
 _POISON: tuple[None, None] = (None, None)
@@ -40,8 +41,7 @@ class LocalTransport:
     def send(self, action: Action, message: Any) -> None:
         """Post a message; never waits."""
         stage = action.stage
-        receiver = self._ranks[stage + (1 if action.kind is Kind.SEND_F else -1)]
-        self._queues[self._ranks[stage], receiver].put((action, message))
+        self._queues[self._ranks[stage], self._ranks[other_stage(action)]].put((action, message))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
@@ -56,7 +56,7 @@ class LocalTransport:
             Aborted: the step ends before the message comes.
         """
         stage, is_forward = action.stage, action.kind is Kind.RECV_F
-        rank, sending_stage = self._ranks[stage], stage + (-1 if is_forward else 1)
+        rank, sending_stage = self._ranks[stage], other_stage(action)
         queue, arrived = self._queues[self._ranks[sending_stage], rank], self._arrived[rank]
         awaited = action.microbatch, sending_stage, is_forward
         while awaited not in arrived:
