@@ -43,7 +43,7 @@ def zero_page(path: Path) -> None:
     path.write_bytes(content[: -len(page)] + bytes(len(page)))
 
 
-def refused(checkpoint: Path, message: str) -> None:
+def assert_refused(checkpoint: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         verify_folder(checkpoint)
     assert len(faults_of(checkpoint)) == 1
@@ -67,7 +67,7 @@ def test_damage_to_any_file_is_refused_by_its_name(
     checkpoint: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
     damage(checkpoint / name)
-    refused(checkpoint, f"{name} is (damaged|truncated|too long|missing)|cannot read .*{name}")
+    assert_refused(checkpoint, f"{name} is (damaged|truncated|too long|missing)|cannot read .*{name}")
 
 
 @pytest.mark.parametrize("name", [*SHARDS, "training.json"])
@@ -76,21 +76,21 @@ def test_sizes_are_said(checkpoint: Path, name: str, damage: Callable[[Path], ob
     before = (checkpoint / name).stat().st_size
     damage(checkpoint / name)
     after = (checkpoint / name).stat().st_size
-    refused(checkpoint, f"{name} is {word}: {after} bytes, the manifest says {before}")
+    assert_refused(checkpoint, f"{name} is {word}: {after} bytes, the manifest says {before}")
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("place", [0, 9, 200, -1])
 def test_flipped_bit_is_refused_by_the_files_name(checkpoint: Path, name: str, place: int) -> None:
     flip_bit(checkpoint / name, place % (checkpoint / name).stat().st_size)
-    refused(checkpoint, f"{name} (is damaged|is of step|is the shard of)")
+    assert_refused(checkpoint, f"{name} (is damaged|is of step|is the shard of)")
 
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards_of_two_steps_are_told_apart(store: Path, checkpoint: Path, name: str) -> None:
     assert (checkpoint / name).stat().st_size == (folder_of(store, 100) / name).stat().st_size
     shutil.copy(folder_of(store, 100) / name, checkpoint / name)
-    refused(checkpoint, f"{name} is of step 100, the manifest of step 200")
+    assert_refused(checkpoint, f"{name} is of step 100, the manifest of step 200")
 
 
 def test_swapped_stages_are_told_apart(checkpoint: Path) -> None:
@@ -105,7 +105,7 @@ def test_swapped_stages_are_told_apart(checkpoint: Path) -> None:
 
 def test_training_state_of_another_step_is_refused(store: Path, checkpoint: Path) -> None:
     shutil.copy(folder_of(store, 100) / "training.json", checkpoint / "training.json")
-    refused(checkpoint, r"training\.json is damaged: its SHA-256")
+    assert_refused(checkpoint, r"training\.json is damaged: its SHA-256")
 
 
 def test_manifest_of_another_step_is_refused(store: Path, checkpoint: Path) -> None:
@@ -125,7 +125,7 @@ def test_manifest_of_another_cut_is_refused(store: Path, checkpoint: Path) -> No
 
 def test_tensors_that_the_manifest_gives_another_form_are_refused(checkpoint: Path) -> None:
     reseal(checkpoint, lambda manifest: manifest["model"]["1.weight"].update(shape=[128, 64]))
-    refused(checkpoint, r"stage-001\.safetensors does not hold what the manifest says of '1\.weight'")
+    assert_refused(checkpoint, r"stage-001\.safetensors does not hold what the manifest says of '1\.weight'")
 
 
 def test_step_of_the_training_state_must_be_the_manifests(store: Path) -> None:
@@ -154,7 +154,7 @@ def test_every_fault_is_named(checkpoint: Path) -> None:
 def test_folder_for_a_file_is_a_missing_file(checkpoint: Path) -> None:
     (checkpoint / "training.json").unlink()
     (checkpoint / "training.json").mkdir()
-    refused(checkpoint, r"training\.json is missing")
+    assert_refused(checkpoint, r"training\.json is missing")
 
 
 def test_ranks_share_the_files_and_all_hear_of_a_fault(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def make_run() -> Iterator[MakeRun]:
         run.pipe.close()
 
 
-def go_on_equal(straight: Run, resumed: Run, num_steps: int = 4) -> None:
+def assert_they_go_on_equal(straight: Run, resumed: Run, num_steps: int = 4) -> None:
     for _ in range(num_steps):
         assert straight.step() == resumed.step()
     ours, theirs = straight.state(), resumed.state()
@@ -119,7 +119,7 @@ def test_loaded_run_is_the_same_run(make_run: MakeRun, tmp_path: Path, optimizer
         straight.step()
     resumed = make_run(1, optimizer=optimizer, rates=rates)
     resumed.load(straight.save(tmp_path / "a"))
-    go_on_equal(straight, resumed)
+    assert_they_go_on_equal(straight, resumed)
 
 
 @pytest.mark.parametrize(("num_stages", "schedule"), [(1, "gpipe"), (3, "1f1b"), (4, "gpipe")])
@@ -128,7 +128,7 @@ def test_cut_may_be_another(make_run: MakeRun, tmp_path: Path, num_stages: int, 
     straight.step()
     resumed = make_run(1, num_stages, schedule)
     resumed.load(straight.save(tmp_path / "a"))
-    go_on_equal(straight, resumed)
+    assert_they_go_on_equal(straight, resumed)
 
 
 def test_hyperparameters_come_back_and_how_to_compute_does_not(make_run: MakeRun, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_saver_writes_in_the_background(make_run: MakeRun, tmp_path: Path) -> No
             assert run.save(saver) == saver.store.path_of(run.pipe.step_index)
     other = make_run(1)
     other.load(saver)
-    go_on_equal(run, other, 1)
+    assert_they_go_on_equal(run, other, 1)
 
 
 def test_gradient_scaler_comes_back(make_run: MakeRun, tmp_path: Path) -> None:

@@ -113,6 +113,26 @@ def test_what_a_stage_recomputes_from_may_not() -> None:
         pipe.step(rows(4))
 
 
+def test_a_write_while_a_stage_recomputes_is_refused() -> None:
+    """It was asked before the recompute only, and a rank that writes waits for nobody."""
+    calls = []
+
+    def written_at_the_second_call(x: Tensor) -> Tensor:
+        calls.append(x)
+        found = x * 2
+        if len(calls) == 2:
+            x.detach().add_(1)  # as another rank would: behind the back of this stage's autograd
+        return found
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Calls(written_at_the_second_call), nn.Linear(WIDTH, WIDTH))
+    options = {"cuts": [1, 2], "recompute": [False, True, False], "loss_fn": mean_square}
+    with (
+        pl.Pipeline(layers, num_microbatches=1, **options) as pipe,
+        pytest.raises(BatchError, match="handed its memory"),
+    ):
+        pipe.step(rows(4))
+
+
 def test_recompute_beside_a_write_is_right_or_refused() -> None:
     """In 1F1B the recompute may come before the write, and is right then; it once was not asked again after it."""
     options = {"cuts": [1, 2], "schedule": "1f1b", "recompute": [False, True, False], "loss_fn": mean_square}

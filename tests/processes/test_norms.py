@@ -57,6 +57,24 @@ def restored(everyone):
     return [{name: whole.get_parameter(name) for name in part} for part in everyone]
 
 
+def test_the_order_is_that_of_the_model_whatever_rank_has_what():
+    """Ranks that hold every other layer say their norms in another order, and a sum in that order has other bits."""
+    generator = torch.Generator().manual_seed(1)
+    own = {str(i): nn.Parameter(torch.zeros(3, dtype=torch.float64)) for i in range(200)}
+    for parameter in own.values():
+        parameter.grad = torch.randn(3, generator=generator, dtype=torch.float64) * 10 ** torch.randn(
+            1, generator=generator
+        )
+    everyone = [{n: p for n, p in own.items() if int(n) % 3 == rank} for rank in range(3)]
+    said = []
+    for part in everyone:
+        clip_grad_norm(part, list(own), math.inf, 2.0, False, lambda payload: said.append(payload) or [])
+    expected = nn.utils.clip_grad_norm_(own.values(), math.inf)
+    assert torch.equal(clip_grad_norm(everyone[0], list(own), math.inf, 2.0, False, lambda _: said), expected)
+    other = clip_grad_norm(everyone[0], [], math.inf, 2.0, False, lambda _: said)
+    assert not torch.equal(other, expected), "numbers of which the order can be seen"
+
+
 def test_a_norm_that_is_not_finite_is_refused_if_that_is_asked_for():
     model = trained()
     model[0].weight.grad[0, 0] = math.inf

@@ -8,7 +8,7 @@ from tests.processes.ranks import start
 SIZES = {"small": 16, "medium": 4_000, "large": 40_000}
 
 
-def all_pass(ranks):
+def assert_all_pass(ranks):
     codes = ranks.wait()
     assert set(codes) == {0}, "\n".join(ranks.output(rank) for rank in range(len(codes)))
 
@@ -16,30 +16,30 @@ def all_pass(ranks):
 @pytest.mark.parametrize("num_columns", SIZES.values(), ids=SIZES)
 def test_a_tensor_of_any_size(num_columns, tmp_path):
     layers = [ways.Widened(num_columns), ways.Narrowed(num_columns)]
-    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
+    assert_all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
 
 
 @pytest.mark.parametrize("num_columns", SIZES.values(), ids=SIZES)
 def test_a_container_of_everything(num_columns, tmp_path):
     layers = [ways.Many(num_columns), ways.Joined(num_columns)]
-    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
+    assert_all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 8], 4))
 
 
 def test_shapes_that_change_from_step_to_step_and_within_one(tmp_path):
     layers = [ways.Widened(4_000), ways.Narrowed(4_000)]
-    all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 30, 9, 70, 7, 8], 4))
+    assert_all_pass(start(ways.trains_like_the_oracle, 2, tmp_path, layers, [8, 30, 9, 70, 7, 8], 4))
 
 
 def test_evaluation_and_the_whole_model(tmp_path):
-    all_pass(start(ways.evaluates_and_is_whole_again, 3, tmp_path, 3))
+    assert_all_pass(start(ways.evaluates_and_is_whole_again, 3, tmp_path, 3))
 
 
 def test_what_comes_right_after_an_exchange(tmp_path):
-    all_pass(start(ways.goes_on_after_each_exchange, 4, tmp_path, 4))
+    assert_all_pass(start(ways.goes_on_after_each_exchange, 4, tmp_path, 4))
 
 
 def test_the_next_step_after_a_failed_one(tmp_path):
-    all_pass(start(ways.goes_on_after_a_failed_step, 3, tmp_path, 3))
+    assert_all_pass(start(ways.goes_on_after_a_failed_step, 3, tmp_path, 3))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -59,7 +59,7 @@ def test_another_number_of_processes_than_ranks(tmp_path):
 
 def test_models_that_differ_are_told(tmp_path):
     ranks = start(ways.makes_its_own_model, 2, tmp_path, [1, 2], [[2], [2]])
-    all_pass(ranks)
+    assert_all_pass(ranks)
     assert "PipeloomWarning: the processes made models with different weights" in ranks.output(0)
     assert "different weights" not in ranks.output(1)
 
@@ -95,7 +95,7 @@ def test_a_loss_over_a_weight_of_another_process_is_refused(tmp_path):
     ],
 )
 def test_what_once_went_wrong(function, tmp_path):
-    all_pass(start(function, 2, tmp_path))
+    assert_all_pass(start(function, 2, tmp_path))
 
 
 def test_a_type_that_no_other_process_knows_is_refused(tmp_path):
@@ -126,8 +126,9 @@ def test_calls_that_others_do_not_make_are_found(call, tmp_path):
     assert said in lines[0] or "the ranks are at different places" in ranks.output(0)
 
 
-def test_a_torn_transfer_is_never_taken_for_another(tmp_path):
-    ranks = start(ways.goes_on_after_a_torn_transfer, 2, tmp_path)
+@pytest.mark.parametrize("num_columns", [SIZES["small"], SIZES["large"]])
+def test_a_torn_transfer_is_never_taken_for_another(num_columns, tmp_path):
+    ranks = start(ways.goes_on_after_a_torn_transfer, 2, tmp_path, num_columns)
     assert ranks.wait() == [1, 1]
     for rank in range(2):
         assert "an earlier transfer was interrupted in the middle" in ranks.output(rank)

@@ -1,6 +1,8 @@
 """A rank's part of a model: what is elsewhere is on the meta device, and comes back."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -157,3 +159,13 @@ def test_a_tied_weight_is_saved_as_it_is_now():
     root, share = shares(is_tied=True)[0]
     root[0].weight.data = torch.full((4, 4), 5.0)
     assert share.state_dict()["3.weight"].tolist() == [[5.0] * 4] * 4
+
+
+def test_a_tied_weight_of_others_takes_no_memory_either():
+    """The ties went on holding it."""
+    made = split(model(is_tied=True), num_stages=4)
+    share, weight = Share(made, ties := Ties(made), [1]), weakref.ref(made.root[0].weight)
+    share.release()
+    gc.collect()
+    assert weight() is None
+    assert not ties.crossing([1])

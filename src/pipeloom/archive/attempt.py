@@ -171,9 +171,7 @@ def begin(
         CheckpointError: ranks save different steps, or ``target`` exists (nothing is ever overwritten); on every rank.
         OSError: rank 0 cannot make the folder; on every rank.
     """
-    claim, fault, exists = None, "", target.exists()
-    if group.rank == 0 and not exists:
-        claim, fault = _claimed(target)
+    claim, fault, exists = _claimed(target) if group.rank == 0 else (None, "", False)
     try:
         nonce = claim.nonce if claim is not None else ""
         mine = {"step_index": step_index, "nonce": nonce, "stages": [*stages], "fault": fault, "exists": exists}
@@ -190,12 +188,13 @@ def begin(
     return Attempt(target, folder, group.rank, tuple(sorted(writer)), own, claim, limit_s)
 
 
-def _claimed(target: Path) -> tuple[Claim | None, str]:
-    """Return the claim, or what is in its way."""
+def _claimed(target: Path) -> tuple[Claim | None, str, bool]:
+    """Return the claim, or what is in its way: rank 0's disk decides, and no rank raises before all have met."""
     try:
-        return Claim(target), ""
+        exists = target.exists()
+        return (None if exists else Claim(target)), "", exists
     except OSError as error:
-        return None, str(error)
+        return None, str(error), False
 
 
 def _check_agreement(everyones: list[dict[str, Any]], target: Path) -> None:

@@ -119,7 +119,7 @@ class Lanes:
     @property
     def is_busy(self) -> bool:
         """Whether something is being received."""
-        return any(lane.num_due for lane in self._incoming.values())
+        return any(lane.num_begun != lane.num_over for lane in self._incoming.values())
 
     def _is_inline(self, stretch: Stretch, has_lane: bool) -> bool:
         return stretch.is_cpu and (stretch.num_bytes <= INLINE_BYTES or not has_lane or self._backend != "gloo")
@@ -152,13 +152,13 @@ class _Incoming:
         self._waits_here = waits_here
         self._inbox: SimpleQueue[tuple[Sequence[Tensor], Callable[[Any], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.num_due = 0
+        self.num_begun = self.num_over = 0  # one for each thread: nobody else adds to it
 
     def receive(self, parts: Sequence[Tensor], deliver: Callable[[Any], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"pipeloom-from-{self._peer}", daemon=True)
             self._thread.start()
-        self.num_due += 1
+        self.num_begun += 1
         self._inbox.put((parts, deliver))
 
     def close(self) -> None:
@@ -178,6 +178,6 @@ class _Incoming:
                 time.sleep(_UNTIL_NEWS_S)  # if the sender is gone, its closed connection says so, and better
                 deliver(error)
                 return
-            self.num_due -= 1  # only this thread takes away, and adding is one step
+            self.num_over += 1
             deliver(works)
             del order, parts, deliver, works

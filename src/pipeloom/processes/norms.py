@@ -35,8 +35,8 @@ def clip_grad_norm(
     grads = {name: each.grad for name, each in own.items() if each.grad is not None}
     norms = {name: (torch.linalg.vector_norm(g, norm_type).item(), _name(g.dtype)) for name, g in grads.items()}
     found = {name: norm for said in gather(json.dumps(norms).encode()) for name, norm in json.loads(said).items()}
-    later = [name for name in found if name not in set(names)]  # given to the model since, as by a parametrization
-    known = [found[name] for name in (*names, *later) if name in found]
+    in_order = dict.fromkeys([*names, *found])  # what no name is of, the model got later: a parametrization, say
+    known = [found[name] for name in in_order if name in found]
     ordered = [torch.tensor(value, dtype=getattr(torch, dtype)) for value, dtype in known]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
     if is_strict and not bool(torch.isfinite(total)):

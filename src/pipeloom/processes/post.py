@@ -138,7 +138,16 @@ class Post:
             key: under which.
             parcel: what it gets.
             is_direct: this rank will wait again in this call, and so send what the connection does not take at once.
+
+        Raises:
+            BatchError: a leaf, or the form, can't be sent.
+            RuntimeStateError: an earlier one was interrupted half-way.
         """
+        if self._is_torn:
+            raise RuntimeStateError(
+                "an earlier transfer was interrupted in the middle, and what followed it would be taken for its rest",
+                "make a new pipeline, in all processes",
+            )
         short = short_of(parcel) if is_direct and parcel.is_usual else None
         number = None if short is None else self._way(peer, is_small=True).short.get(short)
         if number is None:
@@ -210,11 +219,6 @@ class Post:
         )
 
     def _give(self, peer: int, key: bytes, parcel: Parcel, short: Hashable, is_direct: bool) -> None:
-        if self._is_torn:
-            raise RuntimeStateError(
-                "an earlier transfer was interrupted in the middle, and what followed it would be taken for its rest",
-                "make a new pipeline, in all processes",
-            )
         description, memory = packed(parcel.leaves)
         text_in_full = pickled(description, parcel.form)
         inline, rest = self._lanes.divided(peer, description.stretches, memory)
