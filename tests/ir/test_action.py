@@ -15,6 +15,7 @@ from pipeloom.ir import Action, Kind
         (Action(Kind.WEIGHT_GRAD, 1, 2), "1W2"),
         (Action(Kind.RECOMPUTE, 1, 2), "1R2"),
         (Action(Kind.RECV_B, 10, 7), "10RECV_B7"),
+        (Action(Kind.UPDATE, 2, 5), "2U5"),
     ],
 )
 def test_text_is_stage_kind_microbatch(action, text):
@@ -52,6 +53,8 @@ def test_codes_differ():
 
 @pytest.mark.parametrize("kind", Kind)
 def test_each_kind_is_one_thing(kind):
-    assert [kind.is_compute, kind.is_send, kind.is_recv].count(True) == 1
-    assert kind.is_compute == ("_" not in kind.value)
+    is_update = kind is Kind.UPDATE  # of a stage's weights, after a micro-batch: none of the four
+    assert [kind.is_compute, kind.is_send, kind.is_recv, kind.is_of_stage, is_update].count(True) == 1
+    assert kind.is_compute == (len(kind.value) == 1 and not is_update)
+    assert kind.is_transfer == (kind.is_send or kind.is_recv)
     assert kind.text == kind.value

@@ -10,7 +10,7 @@ from pipeloom.ir import Action, Schedule
 from pipeloom.ir.verify import verify
 from pipeloom.passes import add_recompute, add_transfers
 from pipeloom.schedules import schedule as made
-from tests.random_schedules import runnable_schedules
+from tests.random_schedules import links_of, runnable_schedules
 from tests.rules import is_right
 from tests.texts import schedule_of
 
@@ -49,13 +49,14 @@ MUTATIONS = [swap, drop, double, move]
 
 @st.composite
 def generated(draw: st.DrawFn) -> Schedule:
-    """GPipe or 1F1B, of any small shape, for training or not, recomputed or not, lowered or not."""
+    """GPipe or 1F1B, of any small shape, with links, for training or not, recomputed or not, lowered or not."""
     schedule = made(
         draw(st.sampled_from(["gpipe", "1f1b"])),
         num_ranks=draw(st.integers(1, 6)),
         num_microbatches=draw(st.integers(1, 8)),
         forward_only=draw(st.booleans()),
     )
+    schedule = schedule.with_links(draw(links_of(schedule.num_stages)))
     schedule = add_recompute(schedule, draw(st.sets(st.integers(0, 5))))
     return add_transfers(schedule) if draw(st.booleans()) else schedule
 
@@ -89,7 +90,7 @@ def test_one_change_is_reported_exactly_if_it_breaks_a_rule(mutate: object, data
 @pytest.mark.parametrize("mutate", [swap, move])
 def test_random_schedules_are_judged_alike(mutate: object, data: st.DataObject) -> None:
     """Several stages a rank, split backwards and recomputation, in orders that no generator makes."""
-    schedule = data.draw(runnable_schedules())
+    schedule = data.draw(runnable_schedules(has_links=data.draw(st.booleans())))
     schedule = add_transfers(schedule) if data.draw(st.booleans()) else schedule
     assert_verify_agrees_with_the_rules(schedule)
     programs = [list(program) for program in schedule.programs]

@@ -29,7 +29,7 @@ def held_at_most(schedule: Schedule, rank: int, ends: tuple[Kind, ...]) -> int:
     return max(counts)
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_peaks_by_their_definition(schedule):
     ranks = range(schedule.num_ranks)
     to_input_grad = tuple(held_at_most(schedule, rank, (Kind.BACKWARD, Kind.INPUT_GRAD)) for rank in ranks)
@@ -38,7 +38,7 @@ def test_peaks_by_their_definition(schedule):
     assert peak_held_to_weight_grad(schedule) == to_weight_grad
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_bytes_count_micro_batches(schedule):
     """One byte from F until W, kept from I on, is a micro-batch held until W."""
     ones = (1,) * schedule.num_stages

@@ -79,13 +79,13 @@ def test_run_goes_on_after_a_receive_was_posted_earlier() -> None:
     assert "0RECV_B0 0SEND_F3" in " ".join(map(str, receives))
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_what_runs_in_some_order_ends(schedule: Schedule) -> None:
     assert stuck_ranks(schedule) == ()
 
 
 @settings(max_examples=50)
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_reversed_programs_end_only_if_nothing_is_needed(schedule: Schedule) -> None:
     backwards = schedule.with_programs(program[::-1] for program in schedule.programs)
     assert [stuck.rank for stuck in stuck_ranks(backwards)] == list(range(schedule.num_ranks))
@@ -111,7 +111,7 @@ def _place(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_a_run_ends_exactly_if_its_waits_have_no_cycle(schedule: Schedule) -> None:
     lowered = received_late(schedule)
     sends, receives = channels(lowered)

@@ -53,7 +53,7 @@ def test_recomputation_needs_no_slot(schedule: Schedule) -> None:
     assert peak_receive_slots(add_transfers(recomputed)) == peak_receive_slots(add_transfers(schedule))
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_every_slot_is_given_back(schedule: Schedule) -> None:
     lowered = add_transfers(schedule)
     for program in lowered.programs:

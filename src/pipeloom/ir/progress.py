@@ -94,7 +94,7 @@ class Run:
 
     def missing(self, action: Action) -> Action | None:
         """The first thing that ``action`` waits for and that has not happened."""
-        for need in waits_for(action, self.schedule.num_stages, self.schedule.actions):
+        for need in waits_for(action, self.schedule):
             if need not in self.done or (need.kind.is_recv and counterpart(need) not in self.done):
                 return need
         return None

@@ -6,6 +6,9 @@ passes, the simulator, the drawing and the executor all ask `needs`.
 A need is a tuple of alternatives, the most specific first: the first one that the schedule holds is what is
 waited for. So one relation serves schedules with transfers and without, with whole and with split backwards,
 with recomputation and without.
+
+Stages form a chain with links that skip (`pipeloom.ir.Links`). Which stages a stage takes values from, and where its
+own go, is `sources_of` and `destinations_of`; all else follows.
 """
 
 from __future__ import annotations
@@ -14,48 +17,77 @@ from collections.abc import Collection, Iterator
 from typing import assert_never
 
 from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.links import NO_LINKS, Links
 from pipeloom.ir.schedule import Schedule
 
-StageKind = tuple[Kind, int]
-Need = tuple[StageKind, ...]
+Work = tuple[Kind, int, int | None]
+"""What is done for every micro-batch: kind, stage and peer."""
+Need = tuple[Work, ...]
 
 F, B, I, R = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE  # noqa: E741
 
 
-def stage_needs(kind: Kind, stage: int, num_stages: int) -> tuple[Need, ...]:
-    """What ``kind`` of ``stage`` waits for, always of the same micro-batch.
+def sources_of(kind: Kind, stage: int, num_stages: int, links: Links) -> tuple[int, ...]:
+    """The stages whose values F, or else B or I, of ``stage`` takes over: the neighbour, then links by stage."""
+    neighbour, skips = (stage - 1, links.forward) if kind is F else (stage + 1, links.backward)
+    nearest = (neighbour,) if 0 <= neighbour < num_stages else ()
+    return (*nearest, *[source for source, to in skips if to == stage]) if skips else nearest
+
+
+def destinations_of(kind: Kind, stage: int, num_stages: int, links: Links) -> tuple[int, ...]:
+    """The stages that take over what F, or else B or I, of ``stage`` made: the nearest first, which runs first."""
+    neighbour, skips = (stage + 1, links.forward) if kind is F else (stage - 1, links.backward[::-1])
+    nearest = (neighbour,) if 0 <= neighbour < num_stages else ()
+    return (*nearest, *[to for source, to in skips if source == stage]) if skips else nearest
+
+
+def stage_needs(
+    kind: Kind, stage: int, num_stages: int, links: Links = NO_LINKS, peer: int | None = None
+) -> tuple[Need, ...]:
+    """What ``kind`` of ``stage`` (to or from ``peer``) waits for, always of the same micro-batch.
 
     Returns:
-        One need per thing that is waited for; each a tuple of alternatives ``(kind, stage)``, best first.
+        One need per thing that is waited for; each a tuple of alternatives ``(kind, stage, peer)``, best first.
     """
-    is_first, is_last = stage == 0, stage == num_stages - 1
-    upstream: tuple[Need, ...] = () if is_first else (((Kind.RECV_F, stage), (F, stage - 1)),)
-    downstream: tuple[Need, ...] = () if is_last else (((Kind.RECV_B, stage), (B, stage + 1), (I, stage + 1)),)
-    activations: Need = ((R, stage), (F, stage))
     match kind:
         case Kind.FORWARD:
-            return upstream
+            return _values_needed(stage, Kind.RECV_F, (F,), sources_of(kind, stage, num_stages, links))
         case Kind.BACKWARD | Kind.INPUT_GRAD:
-            return (activations, *downstream)
+            activations: Need = ((R, stage, None), (F, stage, None))
+            sources = sources_of(kind, stage, num_stages, links)
+            return (activations, *_values_needed(stage, Kind.RECV_B, (B, I), sources))
         case Kind.WEIGHT_GRAD:
-            return (((I, stage),),)
+            return (((I, stage, None),),)
+        case Kind.UPDATE:
+            return (((B, stage, None), (Kind.WEIGHT_GRAD, stage, None)),)
         case Kind.RECOMPUTE | Kind.SEND_F:
-            return (((F, stage),),)
+            return (((F, stage, None),),)
         case Kind.SEND_B:
-            return (((B, stage), (I, stage)),)
-        case Kind.RECV_F:
-            return (((Kind.SEND_F, stage - 1),),)
-        case Kind.RECV_B:
-            return (((Kind.SEND_B, stage + 1),),)
+            return (((B, stage, None), (I, stage, None)),)
+        case Kind.RECV_F | Kind.RECV_B:
+            return ((_other_end(kind, stage, peer),),)
+        case Kind.UNSHARD | Kind.RESHARD | Kind.REDUCE_GRAD:
+            return ()  # of all micro-batches; `verify` checks their places
         case _:
             assert_never(kind)
 
 
-def needs(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
+def _values_needed(stage: int, receive: Kind, made_by: tuple[Kind, ...], sources: tuple[int, ...]) -> tuple[Need, ...]:
+    return tuple(
+        ((receive, stage, _peer(stage, source)), *((kind, source, None) for kind in made_by)) for source in sources
+    )
+
+
+def _peer(stage: int, other: int) -> int | None:
+    """How a transfer names the stage at its other end."""
+    return None if abs(stage - other) == 1 else other
+
+
+def needs(action: Action, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """`stage_needs` with the micro-batch filled in: per need its alternatives, best first."""
     return tuple(
-        tuple(Action(kind, stage, action.microbatch) for kind, stage in need)
-        for need in stage_needs(action.kind, action.stage, num_stages)
+        tuple(Action(kind, stage, action.microbatch, peer) for kind, stage, peer in need)
+        for need in stage_needs(action.kind, action.stage, schedule.num_stages, schedule.links, action.peer)
     )
 
 
@@ -64,10 +96,10 @@ def resolve(need: tuple[Action, ...], held: Collection[Action]) -> Action | None
     return next((action for action in need if action in held), None)
 
 
-def waits_for(action: Action, num_stages: int, held: Collection[Action]) -> Iterator[Action]:
+def waits_for(action: Action, schedule: Schedule) -> Iterator[Action]:
     """The actions of a schedule that ``action`` waits for; needs that the schedule lacks are left out."""
-    for need in needs(action, num_stages):
-        found = resolve(need, held)
+    for need in needs(action, schedule):
+        found = resolve(need, schedule.actions)
         if found is not None:
             yield found
 
@@ -75,13 +107,15 @@ def waits_for(action: Action, num_stages: int, held: Collection[Action]) -> Iter
 def takes(action: Action, schedule: Schedule) -> Iterator[Action]:
     """The actions of its rank whose values ``action`` takes over; what stays on a stage for its backward is no such.
 
+    F, and B or I, take them in the order of `sources_of`.
+
     Args:
         action: of ``schedule``.
         schedule: with its transfers.
     """
     if action.kind.is_recv:
         return
-    for need in waits_for(action, schedule.num_stages, schedule.actions):
+    for need in waits_for(action, schedule):
         if need.kind.is_recv or action.kind.is_send or need.stage != action.stage:
             yield need
 
@@ -92,18 +126,23 @@ def counterpart(action: Action) -> Action:
     Raises:
         KeyError: the action is no transfer.
     """
-    kind, step = _COUNTERPARTS[action.kind]
-    return Action(kind, action.stage + step, action.microbatch)
+    kind, stage, peer = _other_end(action.kind, action.stage, action.peer)
+    return Action(kind, stage, action.microbatch, peer)
+
+
+def _other_end(kind: Kind, stage: int, peer: int | None) -> Work:
+    other, step = _COUNTERPARTS[kind]
+    return (other, stage + step, None) if peer is None else (other, peer, stage)
 
 
 def other_stage(transfer: Action) -> int:
     """The stage at the other end of a transfer; for those who have no time to make its `counterpart`."""
-    return transfer.stage + _STEPS[transfer.kind.code]
+    return transfer.stage + _STEPS[transfer.kind.code] if transfer.peer is None else transfer.peer
 
 
 def channel_of(send: Action, schedule: Schedule) -> tuple[int, int]:
     """The ordered pair of ranks, sender and receiver, between which a send travels."""
-    return schedule.rank_of(send.stage), schedule.rank_of(counterpart(send).stage)
+    return schedule.rank_of(send.stage, send.microbatch), schedule.rank_of(other_stage(send), send.microbatch)
 
 
 _COUNTERPARTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pipeloom.ir.action import Action
 from pipeloom.ir.peaks import peak_held_to_input_grad, peak_held_to_weight_grad
 from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.versions import peak_versions_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class Timeline:
         """Per rank, the most micro-batches held between F and W (or B)."""
         return peak_held_to_weight_grad(self.schedule)
 
+    @property
+    def peak_versions_held(self) -> tuple[int, ...]:
+        """Per rank, the most versions of its stages' weights held at once."""
+        return peak_versions_held(self.schedule)
+
     def _idle_fraction(self, length_s: float) -> float:
         if length_s == 0:
             return 0.0
@@ -115,13 +122,20 @@ class Timeline:
 
     def _busy_s(self, rank: int) -> float:
         rows = zip(self.schedule.program(rank), self.starts[rank], self.ends[rank], strict=True)
-        return sum(end - start for action, start, end in rows if action.kind.is_compute)
+        if not self.schedule.overlaps:
+            return sum(end - start for action, start, end in rows if action.kind.is_compute)
+        busy_s, last_s = 0.0, -math.inf  # what two of a pair share counts once
+        for start, end in sorted((start, end) for action, start, end in rows if action.kind.is_compute):
+            busy_s += max(0.0, end - max(start, last_s))
+            last_s = max(last_s, end)
+        return busy_s
 
     def _windows(self) -> list[tuple[float, float]]:
         """Per rank that computes at all, its first start and last end."""
         windows = []
         for rank, program in enumerate(self.schedule.programs):
             busy = [i for i, action in enumerate(program) if action.kind.is_compute]
-            if busy:
-                windows.append((self.starts[rank][busy[0]], self.ends[rank][busy[-1]]))
+            if busy:  # the second of a pair may start first, or end last
+                starts, ends = self.starts[rank], self.ends[rank]
+                windows.append((min(starts[i] for i in busy[:2]), max(ends[i] for i in busy[-2:])))
         return windows

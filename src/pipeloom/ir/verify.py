@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeloom.errors import CostError, InvalidSchedule
 from pipeloom.ir.action import Action, Kind
@@ -17,6 +17,8 @@ from pipeloom.ir.peaks import HeldBytes, peak_activation_bytes, peak_held_to_inp
 from pipeloom.ir.progress import Stuck, buffers_needed, stuck_ranks
 from pipeloom.ir.relations import counterpart, needs, resolve
 from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.stage_rules import faults_of_overlaps, faults_of_stage_kinds
+from pipeloom.ir.update_rules import faults_of_updates, missing_updates
 
 _NEIGHBOURS = 4
 _MOST_SHOWN = 10
@@ -31,6 +33,8 @@ class Fault(enum.Enum):
     BACKWARDS = "dependency backwards"
     DEADLOCK = "deadlock"
     UNMATCHED = "unmatched transfer"
+    OVERLAP = "impossible overlap"
+    VERSION = "wrong weight version"
     OVER_LIMIT = "peak above the limit"
 
 
@@ -87,14 +91,16 @@ def verify(schedule: Schedule, limits: Limits | None = None) -> list[Violation]:
     """Check a schedule, with transfers or without.
 
     Every F stands once on the rank of its stage, and so does B, or I and W; nothing waits for something later;
-    transfers match and keep their order; it ends with one message buffered per channel (contract 18); peaks
-    stay under the limits (contract 17). Order and limits are looked at only where every action stands once at
-    its place: before, they would name what is not wrong.
+    transfers match and keep their order; it ends with one message buffered per channel (contract 18); a stage
+    computes only where its parameters are there, and reduces its gradients after the last; what overlaps stands side
+    by side; where weights are updated, all stages do so after the same micro-batches, each from their gradients alone,
+    and a forward uses a version that is there; peaks stay under the limits (contract 17). Order, versions and limits
+    are looked at only where every action stands once at its place: before, they would name what is not wrong.
 
     Returns:
         The violations, in that order; none for a right schedule.
     """
-    placed = [*_misplaced(schedule), *_doubled(schedule), *_missing(schedule)]
+    placed = [*_misplaced(schedule), *_doubled(schedule), *_missing(schedule), *_overlaps(schedule)]
     return placed or [*_order(schedule), *_over_limits(schedule, limits or Limits())]
 
 
@@ -115,7 +121,7 @@ def require_valid(schedule: Schedule, limits: Limits | None = None) -> Schedule:
 
 def _order(schedule: Schedule) -> list[Violation]:
     """Deadlock is looked for only where each rank by itself, and each channel, is in order."""
-    return [*_backwards(schedule), *_unmatched(schedule)] or list(_deadlocks(schedule))
+    return [*_backwards(schedule), *_unmatched(schedule)] or [*_versions(schedule), *_deadlocks(schedule)]
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:
@@ -124,13 +130,27 @@ def _misplaced(schedule: Schedule) -> Iterator[Violation]:
             why = schedule.why_misplaced(rank, action)
             if why:
                 yield _at(Fault.MISPLACED, schedule, rank, position, why)
+        for position, why in faults_of_stage_kinds(program):
+            yield _at(Fault.MISPLACED, schedule, rank, position, why)
+
+
+def _versions(schedule: Schedule) -> Iterator[Violation]:
+    for rank, position, why in faults_of_updates(schedule):
+        yield _at(Fault.VERSION, schedule, rank, position, why)
+
+
+def _overlaps(schedule: Schedule) -> Iterator[Violation]:
+    for rank, position, why in faults_of_overlaps(schedule):
+        yield _at(Fault.OVERLAP, schedule, rank, position, why)
 
 
 def _doubled(schedule: Schedule) -> Iterator[Violation]:
     for rank, program in enumerate(schedule.programs):
         done: set[Action] = set()
         for position, action in enumerate(program):
-            parts = [Action(kind, action.stage, action.microbatch) for kind in _halves(action.kind)]
+            if action.kind.is_of_stage:  # parameters may come and go several times
+                continue
+            parts = [replace(action, kind=kind) for kind in _halves(action.kind)]
             again = [part for part in parts if part in done]
             if again:
                 a_part = "" if len(again) == len(parts) else f" in part, as {again[0]}"
@@ -150,8 +170,10 @@ def _missing(schedule: Schedule) -> Iterator[Violation]:
             absent = [kind for kind in due if (kind, stage, microbatch) not in done]
             for kind in _joined(absent):
                 action = Action(kind, stage, microbatch)
-                rank = schedule.rank_of(stage)
+                rank = schedule.rank_of(stage, microbatch)
                 yield _absent(Fault.MISSING, schedule, rank, action, f"{action} is missing on rank {rank}")
+    for action, why in missing_updates(schedule):
+        yield _absent(Fault.MISSING, schedule, schedule.rank_of(action.stage), action, why)
 
 
 def _joined(kinds: list[Kind]) -> list[Kind]:
@@ -164,7 +186,7 @@ def _backwards(schedule: Schedule) -> Iterator[Violation]:
     for rank, program in enumerate(schedule.programs):
         position_of = {action: position for position, action in enumerate(program)}
         for position, action in enumerate(program):
-            for need in needs(action, schedule.num_stages):
+            for need in needs(action, schedule):
                 found = resolve(need, schedule.actions)
                 if found is not None and position_of.get(found, -1) > position:
                     why = f"{action} stands before {found}, which it needs"
@@ -195,15 +217,15 @@ def _ends_missing(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _why_unmatched(schedule: Schedule, action: Action) -> str | None:
-    if not action.kind.is_compute:
+    rank = schedule.rank_of(action.stage, action.microbatch)
+    if action.kind.is_transfer:
         other = counterpart(action)
-        if other in schedule.actions and schedule.rank_of(other.stage) == schedule.rank_of(action.stage):
-            rank = schedule.rank_of(action.stage)
+        if other in schedule.actions and schedule.rank_of(other.stage, other.microbatch) == rank:
             return f"{action} stays on rank {rank}, whose stages hand over without a transfer"
         return None if other in schedule.actions else f"{action} has no {other} to match it"
-    for need in needs(action, schedule.num_stages):
+    for need in needs(action, schedule):
         found = resolve(need, schedule.actions)
-        crosses = found is not None and schedule.rank_of(found.stage) != schedule.rank_of(action.stage)
+        crosses = found is not None and schedule.rank_of(found.stage, found.microbatch) != rank
         if crosses:
             return f"{action} needs {found} of another rank, and no {need[0]} brings it"
     return None
@@ -214,9 +236,9 @@ def _by_channel(schedule: Schedule, *, is_send: bool) -> dict[tuple[int, int], l
     found = defaultdict(list)
     for action in schedule:
         if action.kind.is_send if is_send else action.kind.is_recv:
-            other = counterpart(action).stage
+            other, microbatch = counterpart(action).stage, action.microbatch
             if 0 <= other < schedule.num_stages:
-                here, there = schedule.rank_of(action.stage), schedule.rank_of(other)
+                here, there = schedule.rank_of(action.stage, microbatch), schedule.rank_of(other, microbatch)
                 found[(here, there) if is_send else (there, here)].append(action)
     return found
 
