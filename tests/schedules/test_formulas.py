@@ -1,98 +1,160 @@
-"""Every promise of the generators that is a formula, over all shapes (GPipe section 2.3, PipeDream-Flush 2.2)."""
+"""Every promise of the generators, over all shapes: each verifies, and takes and holds what its formulas say."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom.cost import Costs
-from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.ir import Kind, Schedule, Timeline
 from pipeloom.ir.verify import verify
+from pipeloom.ir.versions import peak_versions_held
 from pipeloom.passes import add_transfers
-from pipeloom.schedules import GENERATORS, gpipe, one_f_one_b, schedule
+from pipeloom.schedules import ENTRIES, schedule
+from pipeloom.schedules.entry import Entry
+from pipeloom.schedules.formulas import Times
+from pipeloom.schedules.shape import Shape
 from pipeloom.sim import simulate
-from tests.random_schedules import shapes
 
-every_generator = pytest.mark.parametrize("generator", GENERATORS.values(), ids=GENERATORS)
-every_name = pytest.mark.parametrize("name", GENERATORS)
+every_schedule = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
-
-def in_ticks(made: Schedule):
-    return simulate(made, Costs.unit(made.num_stages))
+HALVES = frozenset({Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
 
 
-@every_generator
-@given(**shapes)
-def test_makespan_and_bubble(generator, num_ranks, num_microbatches):
-    """F takes 1 and B 2, so a step takes 3 (m + p − 1), of which 3 (p − 1) are idle on every rank."""
-    timeline = in_ticks(generator(num_ranks, num_microbatches))
-    slots = num_microbatches + num_ranks - 1
-    assert timeline.makespan_s == timeline.longest_rank_span_s == 3 * slots
-    assert timeline.bubble_fraction == pytest.approx((num_ranks - 1) / slots)
-    assert timeline.busy_s == (3.0 * num_microbatches,) * num_ranks
+@st.composite
+def shapes_of(draw: st.DrawFn, entry: Entry) -> Shape:
+    """1 to 16 ranks, 1 to 4 stages per rank and 1 to 64 micro-batches, as far as the schedule exists for them."""
+    stages = st.integers(1, 4) if "stages_per_rank" in entry.takes else st.just(entry.stages_per_rank)
+    shape = st.builds(Shape, st.integers(1, 16), st.integers(1, 64), stages)
+    return draw(shape.filter(lambda each: all(demand.is_met(each) for demand in entry.demands)))
 
 
-@every_generator
-@given(**shapes)
-def test_bubble_with_other_costs(generator, num_ranks, num_microbatches):
-    """The bubble is (p − 1)(T_F + T_B) for any costs that are equal on all stages."""
-    costs = Costs.uniform(num_ranks, forward_s=2.0, input_grad_s=3.0, weight_grad_s=1.5)
-    makespan_s = simulate(generator(num_ranks, num_microbatches), costs).makespan_s
-    assert makespan_s == pytest.approx((num_microbatches + num_ranks - 1) * 6.5)
+def times() -> st.SearchStrategy[Times]:
+    """Few whole ticks, so that what a formula demands of them is met now and then, and sums are exact."""
+    ticks = st.integers(1, 4).map(float)
+    return st.just(Times()) | st.builds(Times, ticks, ticks, ticks)
 
 
-@given(**shapes)
-def test_gpipe_holds_every_micro_batch(num_ranks, num_microbatches):
-    timeline = in_ticks(gpipe(num_ranks, num_microbatches))
-    assert timeline.peak_held_to_input_grad == (num_microbatches,) * num_ranks
-    assert timeline.peak_held_to_weight_grad == (num_microbatches,) * num_ranks
+def made(entry: Entry, shape: Shape, **options) -> Schedule:
+    p, m, v = shape
+    return schedule(entry.name, num_ranks=p, num_microbatches=m, stages_per_rank=v, **options)
 
 
-@given(**shapes)
-def test_1f1b_holds_one_for_each_rank_from_it_on(num_ranks, num_microbatches):
-    timeline = in_ticks(one_f_one_b(num_ranks, num_microbatches))
-    expected = tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
-    assert timeline.peak_held_to_input_grad == expected
-    assert timeline.peak_held_to_weight_grad == expected
+def timeline_of(schedule: Schedule, times: Times) -> Timeline:
+    costs = Costs.uniform(
+        schedule.num_stages,
+        forward_s=times.forward_s,
+        input_grad_s=times.input_grad_s,
+        weight_grad_s=times.weight_grad_s,
+    )
+    return simulate(schedule, costs)
 
 
-@every_name
-@given(**shapes)
-def test_forward_only(name, num_ranks, num_microbatches):
-    """Evaluation takes m + p − 1 ticks, of which a rank spans m, and holds nothing."""
-    made = schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, forward_only=True)
-    timeline = in_ticks(made)
-    assert timeline.makespan_s == num_microbatches + num_ranks - 1
-    assert timeline.longest_rank_span_s == num_microbatches
-    assert timeline.bubble_fraction_unsynchronised == 0.0
-    nothing = (0,) * num_ranks
-    assert timeline.peak_held_to_input_grad == timeline.peak_held_to_weight_grad == nothing
+@every_schedule
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_verifies(entry, data):
+    schedule = made(entry, data.draw(shapes_of(entry)))
+    assert verify(schedule) == []
 
 
-@every_generator
-@given(**shapes)
-def test_gradients_add_up_ascending(generator, num_ranks, num_microbatches):
-    made = generator(num_ranks, num_microbatches)
-    orders = {made.accumulation_order(stage) for stage in range(num_ranks)}
-    assert orders == {tuple(range(num_microbatches))}
+@every_schedule
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_verifies_with_transfers(entry, data):
+    shape = data.draw(shapes_of(entry))
+    small = shape._replace(num_microbatches=min(shape.num_microbatches, 2 * shape.num_ranks + 1))
+    assert verify(add_transfers(made(entry, small))) == []
 
 
-@every_generator
-@given(**shapes)
-def test_every_action_stands_once(generator, num_ranks, num_microbatches):
-    made = generator(num_ranks, num_microbatches)
-    expected = {
-        Action(kind, stage, microbatch)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-        for stage in range(num_ranks)
-        for microbatch in range(num_microbatches)
-    }
-    assert made.actions == expected
-    assert len(made) == len(expected)
+@every_schedule
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_idles_as_long_as_its_formulas_say(entry, data):
+    shape, ticks = data.draw(shapes_of(entry)), data.draw(times())
+    timeline = timeline_of(made(entry, shape), ticks)
+    forwards_s = (2 if entry.name == "gpipe-recompute" else 1) * ticks.forward_s
+    busy_s = shape.num_microbatches * shape.stages_per_rank * (forwards_s + ticks.backward_s)
+    assert timeline.busy_s == (busy_s,) * shape.num_ranks
+    bubble_s, unsynchronised_s = bubbles_s(entry, shape, ticks)
+    assert bubble_s in (None, timeline.makespan_s - busy_s)
+    assert unsynchronised_s in (None, timeline.longest_rank_span_s - busy_s)
 
 
-@every_name
-@pytest.mark.parametrize("is_forward_only", [False, True])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 1), (3, 7), (8, 3), (16, 20)])
-def test_verifies_with_transfers_and_without(name, is_forward_only, num_ranks, num_microbatches):
-    made = schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, forward_only=is_forward_only)
-    assert verify(made) == []
-    assert verify(add_transfers(made)) == []
+def bubbles_s(entry: Entry, shape: Shape, ticks: Times) -> tuple[float | None, float | None]:
+    formulas = (entry.formulas.bubble_s, entry.formulas.unsynchronised_bubble_s)
+    first, second = (formula(shape, ticks) if formula else None for formula in formulas)
+    return first, second
+
+
+@every_schedule
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_holds_as_much_as_its_formulas_say(entry, data):
+    shape = data.draw(shapes_of(entry))
+    timeline = timeline_of(made(entry, shape), Times())
+    for formula, peaks in (
+        (entry.formulas.peak_held_to_input_grad, timeline.peak_held_to_input_grad),
+        (entry.formulas.peak_held_to_weight_grad, timeline.peak_held_to_weight_grad),
+    ):
+        promised = formula(shape) if formula else None
+        assert promised in (None, peaks)
+
+
+@every_schedule
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_holds_as_many_versions_of_weights_as_its_formula_says(entry, data):
+    shape = data.draw(shapes_of(entry))
+    schedule, formula = made(entry, shape), entry.formulas.peak_versions_held
+    own = tuple(len(schedule.placement.stages_of(rank)) for rank in range(shape.num_ranks))
+    assert (formula is not None) == entry.is_asynchronous == bool(schedule.updates)
+    assert (formula(shape) if formula else own) in (None, peak_versions_held(schedule))
+
+
+WITHOUT = {"zb-1p": "bubble and peaks", "zb-2p": "bubble and peaks", "chimera": "peaks"}
+
+
+@every_schedule
+def test_formulas_hold_at_the_usual_shape(entry):
+    """Those that give None everywhere would promise nothing."""
+    shape = Shape(4, 16, entry.stages_per_rank)
+    if entry.name == "hanayo":
+        shape = shape._replace(num_microbatches=4)
+    promised = [*bubbles_s(entry, shape, Times())]
+    if entry.name == "chimera":
+        promised = list(bubbles_s(entry, shape, Times(2.0, 1.0, 1.0)))
+    promised += [f and f(shape) for f in entry.formulas[2:4]]
+    has_bubble, has_peaks = promised[1] is not None, promised[2] is not None and promised[3] is not None
+    without = WITHOUT.get(entry.name, "")
+    assert (has_bubble, has_peaks) == ("bubble" not in without, "peaks" not in without)
+
+
+@every_schedule
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_evaluation_keeps_the_forwards(entry, data):
+    shape = data.draw(shapes_of(entry))
+    whole, forwards = made(entry, shape), made(entry, shape, forward_only=True)
+    kept = [[action for action in program if action.kind is Kind.FORWARD] for program in whole.programs]
+    assert kept == list(map(list, forwards.programs))
+    assert verify(forwards) == []
+
+
+@every_schedule
+@pytest.mark.parametrize("num_microbatches", [1, 5, 16])
+def test_gradients_add_up_in_the_order_of_the_plain_loop(entry, num_microbatches):
+    """Then bits are equal to it. Looped BFS runs them descending, and two replicas add up their own first."""
+    schedule = made(entry, Shape(4, num_microbatches, entry.stages_per_rank))
+    orders = {schedule.accumulation_order(stage) for stage in range(schedule.num_stages)}
+    ascending = tuple(range(num_microbatches))
+    assert orders == {ascending[::-1] if entry.name == "looped-bfs" else ascending}
+
+
+@every_schedule
+def test_backwards_are_split_as_the_paper_has_it(entry):
+    schedule = made(entry, Shape(4, 8, entry.stages_per_rank))
+    kinds = {action.kind for action in schedule}
+    is_split, is_mixed = bool(kinds & HALVES), entry.name in ("dualpipe", "dualpipe-v")
+    assert is_split == (is_mixed or "zb" in entry.name or entry.name in ("v-half", "v-min", "gis", "gis-h"))
+    assert (Kind.BACKWARD in kinds) == (is_mixed or not is_split)
+    assert bool(schedule.overlaps) == is_mixed

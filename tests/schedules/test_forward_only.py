@@ -24,6 +24,20 @@ def test_a_stage_ends_before_its_rank_begins_the_next(ranks: tuple[int, ...], ex
     assert text_of(evaluation(Placement(ranks), 2)) == expected
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize(
+    "placement", [Placement.v(4), Placement.wave(3, 2), Placement.bidirectional(4), Placement.bidirectional(2)], ids=str
+)
+def test_evaluation_runs_where_ranks_turn_or_hold_two_replicas(placement: Placement, num_microbatches: int) -> None:
+    schedule = evaluation(placement, num_microbatches)
+    assert verify(schedule) == verify(add_transfers(schedule)) == []
+    assert len(schedule) == placement.num_stages * num_microbatches
+
+
+def test_evaluation_of_two_replicas() -> None:
+    assert text_of(evaluation(Placement.bidirectional(2), 3)) == ["0F0 0F1 1F2", "0F2 1F0 1F1"]
+
+
 @given(placements())
 def test_evaluation_runs_on_any_placement(placement: Placement) -> None:
     schedule = evaluation(placement, 3)

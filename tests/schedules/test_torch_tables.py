@@ -8,8 +8,9 @@ import pytest
 from pipeloom.cost import Costs
 from pipeloom.ir import Action, Kind, Schedule
 from pipeloom.ir.notation import format_csv, parse_csv
-from pipeloom.passes import add_transfers
-from pipeloom.schedules import gpipe, one_f_one_b
+from pipeloom.passes import add_transfers, without_sharding
+from pipeloom.schedules import gpipe, one_f_one_b, schedule
+from pipeloom.schedules.interleaved_zb import interleaved_zb
 from pipeloom.sim import simulate
 
 visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
@@ -24,7 +25,8 @@ by_shape = pytest.mark.parametrize(("num_ranks", "num_microbatches"), SHAPES)
 def torch_table(name, num_ranks, num_microbatches, **options) -> Schedule:
     """torch's table through its own text; it writes idle slots as empty cells."""
     table = visualizer.get_schedule_ops(name, num_ranks, num_microbatches, **options)
-    return parse_csv("\n".join(",".join("" if a is None else str(a) for a in row) for row in table))
+    text = "\n".join(",".join("" if a is None else str(a) for a in row) for row in table)
+    return without_sharding(parse_csv(text))
 
 
 @by_shape
@@ -43,6 +45,55 @@ def test_1f1b_is_that_of_torch_but_for_its_last_rank(num_ranks, num_microbatches
     assert Action(Kind.FORWARD, last, num_microbatches) in theirs.program(last)
 
 
+MANY = [(p, v, m) for p in (2, 3, 4, 8) for v in (2, 3) for m in (1, 2, p, 2 * p, 3 * p, 2 * p + 2, 5 * p)]
+LOOPED = {
+    "interleaved": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble",
+}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank", "num_microbatches"), MANY)
+def test_looped_schedules_are_those_of_torch(name, num_ranks, stages_per_rank, num_microbatches):
+    """torch demands that its rounds come out even; where they do not, we have groups as even as can be."""
+    shape = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    ours = schedule(name, **shape)
+    is_even = num_microbatches % max(1, num_microbatches // num_ranks) == 0
+    if name == "looped-bfs" or is_even:
+        assert torch_table(LOOPED[name], num_ranks, num_microbatches, num_stages_per_rank=stages_per_rank) == ours
+    else:
+        with pytest.raises(ValueError, match="number of rounds"):
+            torch_table(LOOPED[name], num_ranks, num_microbatches, num_stages_per_rank=stages_per_rank)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_stage(num_ranks, rounds):
+    """torch wants two stages per rank, but its rule for the order takes one as well."""
+    made = interleaved_zb(num_ranks, rounds * num_ranks, 1)
+    assert made.programs == schedule("zb-h1", num_ranks=num_ranks, num_microbatches=rounds * num_ranks).programs
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("factor", [0.5, 1, 2, 3, 5.5])
+def test_zb_v_is_that_of_torch(num_ranks, factor):
+    num_microbatches = max(1, int(factor * num_ranks))
+    theirs = torch_table("ZBVZeroBubble", num_ranks, num_microbatches, num_stages_per_rank=2)
+    assert theirs == schedule("zb-v", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 2, 9])
+def test_dualpipe_v_is_that_of_torch(num_ranks, more):
+    """Also the pairs that overlap; fewer than 2p micro-batches torch refuses."""
+    num_microbatches = 2 * num_ranks + more
+    theirs = torch_table("DualPipeV", num_ranks, num_microbatches, num_stages_per_rank=2)
+    ours = schedule("dualpipe-v", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    assert theirs == ours
+    assert theirs.overlaps == ours.overlaps != frozenset()
+
+
 @pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
 @by_shape
 def test_torch_reads_every_cell(generator, num_ranks, num_microbatches):
@@ -58,7 +109,7 @@ def metrics() -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("name", metrics())
 def test_tables_of_torch_take_their_known_time(name):
-    """Schedules that we do not generate yet: interleaved, split backwards, V placement."""
+    """Read from their text: interleaved, split backwards, V placement."""
     row = metrics()[name]
     made = torch_table(name, 4, 8, num_stages_per_rank=2)
     timeline = simulate(made, Costs.unit(made.num_stages))

@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeloom.ir import Action, Kind, Placement, Schedule
+from pipeloom.schedules.entry import Entry
+from pipeloom.schedules.formulas import Formulas, Peaks, Times
+from pipeloom.schedules.shape import ONE_STAGE, Shape, require
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -22,6 +25,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         UnsupportedShape: there is no rank or no micro-batch.
     """
+    require("1f1b", Shape(num_ranks, num_microbatches))
     programs = tuple(tuple(_program(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
     return Schedule(Placement.single(num_ranks), programs, num_microbatches, name="1f1b")
 
@@ -35,3 +39,23 @@ def _program(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Actio
         yield Action(Kind.BACKWARD, rank, i)
     for i in range(num_microbatches - num_warmup, num_microbatches):
         yield Action(Kind.BACKWARD, rank, i)
+
+
+def bubble_s(shape: Shape, times: Times) -> float:
+    """``(p−1)(T_F+T_B)``."""
+    return (shape.num_ranks - 1) * times.step_s
+
+
+def peak_held(shape: Shape) -> Peaks:
+    """One for each rank from r on."""
+    p, m, _ = shape
+    return tuple(min(p - rank, m) for rank in range(p))
+
+
+ENTRY = Entry(
+    "1f1b",
+    one_f_one_b,
+    Formulas(bubble_s, bubble_s, peak_held, peak_held),
+    demands=(ONE_STAGE,),
+    aliases=("pipedream-flush", "dapple", "one-f-one-b"),
+)
