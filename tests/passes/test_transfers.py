@@ -1,7 +1,8 @@
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
-from pipeloom.ir import Kind, Schedule
+from pipeloom.ir import Kind, Links, Schedule
 from pipeloom.ir.notation import format_csv, parse_csv
 from pipeloom.ir.peaks import peak_held_to_input_grad, peak_held_to_weight_grad
 from pipeloom.ir.progress import buffers_needed
@@ -9,7 +10,7 @@ from pipeloom.ir.slots import peak_receive_slots
 from pipeloom.ir.verify import verify
 from pipeloom.passes import add_transfers
 from pipeloom.schedules import schedule as made
-from tests.random_schedules import runnable_schedules, shapes
+from tests.random_schedules import links_of, runnable_schedules, shapes
 from tests.rules import due_transfers, has_matching_transfers
 from tests.texts import interleaved, schedule_of, text_of, zb_h1
 
@@ -125,8 +126,41 @@ def test_generated_schedules_get_two_ends_a_value(name: str, num_ranks: int, num
     assert computations(found) == computations(schedule)
 
 
+@settings(max_examples=50)
+@given(st.data(), st.integers(3, 8), st.integers(1, 8), st.booleans())
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_generated_schedules_with_links_end_with_one_buffer(
+    name: str, data: st.DataObject, num_ranks: int, num_microbatches: int, forward_only: bool
+) -> None:
+    schedule = made(name, num_ranks=num_ranks, num_microbatches=num_microbatches, forward_only=forward_only)
+    schedule = schedule.with_links(data.draw(links_of(num_ranks)))
+    found = add_transfers(schedule)
+    skips = len(schedule.links.forward) + (0 if forward_only else len(schedule.links.backward))
+    chain = (num_ranks - 1) * (1 if forward_only else 2)
+    assert (verify(found), buffers_needed(found)) == ([], 1)
+    assert len(found) - len(schedule) == 2 * (chain + skips) * num_microbatches
+
+
+@settings(max_examples=50)
+@given(runnable_schedules(has_links=True), st.data())
+def test_lost_skip_is_found(schedule: Schedule, data: st.DataObject) -> None:
+    found = add_transfers(schedule)
+    skips = sorted((action for action in found if action.peer is not None), key=str)
+    assume(skips)
+    lost = data.draw(st.sampled_from(skips))
+    broken = found.with_programs([action for action in program if action != lost] for program in found.programs)
+    assert verify(broken)
+
+
+def test_sends_to_the_nearest_stage_come_first() -> None:
+    links = Links(forward=((0, 3), (0, 2)), backward=((3, 0), (3, 1)))
+    found = text_of(add_transfers(made("gpipe", num_ranks=4, num_microbatches=1).with_links(links)))
+    assert found[0] == "0F0 0SEND_F0 0SEND_F0>2 0SEND_F0>3 0RECV_B0 0RECV_B0<3 0B0"
+    assert found[3].endswith("3F0 3B0 3SEND_B0 3SEND_B0>1 3SEND_B0>0")
+
+
 @settings(max_examples=200)
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 @example(interleaved())
 @example(zb_h1())
 def test_whatever_runs_without_transfers_runs_with_them(schedule: Schedule) -> None:
@@ -135,20 +169,20 @@ def test_whatever_runs_without_transfers_runs_with_them(schedule: Schedule) -> N
     assert computations(found) == computations(schedule)
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_every_value_that_changes_its_rank_is_transferred(schedule: Schedule) -> None:
     transfers = {action for action in add_transfers(schedule) if not action.kind.is_compute}
     assert transfers == set(due_transfers(schedule))
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_transfers_change_no_peak(schedule: Schedule) -> None:
     found = add_transfers(schedule)
     assert peak_held_to_input_grad(found) == peak_held_to_input_grad(schedule)
     assert peak_held_to_weight_grad(found) == peak_held_to_weight_grad(schedule)
 
 
-@given(runnable_schedules())
+@given(runnable_schedules(has_links=True))
 def test_lowering_is_done_once(schedule: Schedule) -> None:
     found = add_transfers(schedule)
     assert add_transfers(found) == found

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator
 
 from pipeloom.ir import Action, Program, Schedule
 from pipeloom.ir.progress import Run
-from pipeloom.ir.relations import channel_of, counterpart, needs, waits_for
+from pipeloom.ir.relations import channel_of, counterpart, needs, other_stage, waits_for
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
     """Lower a schedule of computations: add SEND and RECV wherever a value changes its rank.
 
-    Two stages on one rank hand over without a transfer. A schedule that has transfers is returned as it is.
+    Two stages on one rank hand over without a transfer, over links (`pipeloom.ir.Links`) as along the chain. A schedule
+    that has transfers is returned as it is.
 
     Args:
         schedule: a valid one; if it runs to its end without transfers, so it does with them.
@@ -34,11 +35,18 @@ def add_transfers(schedule: Schedule) -> Schedule:
     return _posted_in_time(late)
 
 
+def without_transfers(schedule: Schedule) -> Schedule:
+    """Leave sends and receives out; computations, and what is done with parameters, stay in their order."""
+    return schedule.with_programs(
+        (action for action in program if not action.kind.is_transfer) for program in schedule.programs
+    )
+
+
 def _consumers(schedule: Schedule) -> dict[Action, Action]:
     """Per receive that is due, the action that uses what it brings."""
     found = {}
     for action in schedule:
-        for need in needs(action, schedule.num_stages):
+        for need in needs(action, schedule):
             receive = need[0]
             if receive.kind.is_recv and _is_between_ranks(schedule, receive):
                 found[receive] = action
@@ -46,20 +54,27 @@ def _consumers(schedule: Schedule) -> dict[Action, Action]:
 
 
 def _is_between_ranks(schedule: Schedule, receive: Action) -> bool:
-    return schedule.rank_of(receive.stage) != schedule.rank_of(counterpart(receive).stage)
+    other = counterpart(receive)
+    return schedule.rank_of(receive.stage, receive.microbatch) != schedule.rank_of(other.stage, other.microbatch)
 
 
-def _sends(schedule: Schedule, receives: Iterable[Action]) -> dict[Action, Action]:
-    """Per action that makes a value for another rank, the send that follows it."""
-    sends = map(counterpart, receives)
-    return {made_by: send for send in sends for made_by in waits_for(send, schedule.num_stages, schedule.actions)}
+def _sends(schedule: Schedule, receives: Iterable[Action]) -> dict[Action, list[Action]]:
+    """Per action that makes a value for other ranks, the sends that follow it: to the nearest stage first."""
+    sends = defaultdict(list)
+    for send in sorted(map(counterpart, receives), key=_distance):
+        for made_by in waits_for(send, schedule):
+            sends[made_by].append(send)
+    return sends
 
 
-def _with_sends(program: Program, sends: dict[Action, Action]) -> Iterator[Action]:
+def _distance(transfer: Action) -> int:
+    return abs(transfer.stage - other_stage(transfer))
+
+
+def _with_sends(program: Program, sends: dict[Action, list[Action]]) -> Iterator[Action]:
     for action in program:
         yield action
-        if action in sends:
-            yield sends[action]
+        yield from sends.get(action, ())
 
 
 def _with_receives(
@@ -80,7 +95,7 @@ def _incoming(schedule: Schedule, rank: int, sent: list[Program]) -> Iterator[li
     """Per channel into ``rank``, its receives in the order in which they are sent."""
     for program in sent:
         receives = [counterpart(action) for action in program if action.kind.is_send]
-        yield [receive for receive in receives if schedule.rank_of(receive.stage) == rank]
+        yield [receive for receive in receives if schedule.rank_of(receive.stage, receive.microbatch) == rank]
 
 
 def _latest_posts(receives: list[Action], program: Program, consumers: dict[Action, Action]) -> list[int]:
