@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Costs
 from pipeloom.errors import CostError
-from pipeloom.ir import Action, Kind, Schedule, Timeline
+from pipeloom.ir import Action, Kind, Links, Schedule, Timeline
 from pipeloom.ir.notation import parse_csv
 from pipeloom.ir.relations import waits_for
 from pipeloom.passes import add_transfers
@@ -28,7 +28,7 @@ def ends_by_definition(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
     @cache
     def end(action: Action) -> float:
-        times = [there(need, action) for need in waits_for(action, schedule.num_stages, schedule.actions)]
+        times = [there(need, action) for need in waits_for(action, schedule)]
         times += [end(before[action])] if action in before else []
         return max(times, default=0.0) + costs.duration_s(action.kind, action.stage)
 
@@ -122,6 +122,28 @@ def test_stages_of_a_rank_hand_over_at_once():
     timeline = simulate(parse_csv("0F0,3F0\n1F0,2F0\n"), costs)
     assert [span.start_s for span in timeline.spans(1)] == [6.0, 7.0]
     assert timeline.makespan_s == 14.0
+
+
+def test_skips_take_as_long_as_other_transfers():
+    """Each way the skip is there one stage and one transfer before the neighbour's value, which is waited for."""
+    costs = Costs.uniform(3, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.0, transfer_s=5.0)
+    links = Links(forward=((0, 2),), backward=((2, 0),))
+    timeline = simulate(add_transfers(gpipe(3, 1).with_links(links)), costs)
+    ends_s = {str(span.action): span.end_s for span in timeline}
+    assert (ends_s["2RECV_F0<0"], ends_s["2RECV_F0"], ends_s["2F0"]) == (6.0, 12.0, 13.0)
+    assert (ends_s["2B0"], ends_s["0RECV_B0<2"], ends_s["0RECV_B0"]) == (14.0, 19.0, 25.0)
+
+
+def test_skip_queues_behind_the_value_of_the_neighbour():
+    """Stages 1 and 2 share a rank: both values of stage 0 go over one channel, the skip second, and late."""
+    costs = Costs.uniform(
+        3, forward_s=1.0, input_grad_s=0.0, weight_grad_s=0.0, transfer_bytes_per_s=1.0, boundary_bytes=4
+    )
+    plain = parse_csv("0F0\n1F0,2F0\n")
+    linked = plain.with_links(Links(forward=((0, 2),)))
+    last = Action(Kind.FORWARD, 2, 0)
+    assert ends(simulate(plain, costs))[last] == 7.0
+    assert ends(simulate(linked, costs))[last] == ends(simulate(add_transfers(linked), costs))[last] == 14.0
 
 
 def test_recompute_runs_before_the_gradient_arrives():

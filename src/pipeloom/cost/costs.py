@@ -43,6 +43,8 @@ class Costs:
         bytes_held_to_weight_grad: what of it stays from I until W, per stage; () for none.
         bytes_held_to_recompute: what a stage that recomputes holds from F until R (its input); () for none.
         transfer_bytes_per_s: bandwidth of a channel; None: unlimited.
+        overlap_s: seconds of a pair of actions that a rank runs as one, by the stage of the first; () if one runs
+            after the other, and sends what the first made before the second.
         boundary_bytes: size of a message between stages ``i`` and ``i + 1``, both ways; goes with a bandwidth.
 
     Raises:
@@ -58,11 +60,12 @@ class Costs:
     bytes_held_to_recompute: tuple[int, ...] = ()
     transfer_bytes_per_s: float | None = None
     boundary_bytes: tuple[int, ...] = ()
+    overlap_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.forward_s:
             raise CostError("costs of no stages were given; at least one stage is needed")
-        for name in _SECONDS:
+        for name in (*_SECONDS, "overlap_s"):
             self._set(name, tuple(checked_seconds(name, value) for value in getattr(self, name)))
         for name in _BYTES:
             self._set(name, tuple(checked_bytes(name, value) for value in getattr(self, name)))
@@ -71,6 +74,8 @@ class Costs:
             self._set(name, getattr(self, name) or (0,) * self.num_stages)
         for name in (*_SECONDS, *_BYTES[:3]):
             _check_length(name, getattr(self, name), self.num_stages, "stages")
+        if self.overlap_s:
+            _check_length("overlap_s", self.overlap_s, self.num_stages, "stages")
         self._check_bandwidth()
 
     @classmethod
@@ -87,6 +92,7 @@ class Costs:
         bytes_held_to_recompute: int | Sequence[int] = 0,
         transfer_bytes_per_s: float | None = None,
         boundary_bytes: int | Sequence[int] = (),
+        overlap_s: float | Sequence[float] = (),
     ) -> Costs:
         """The same for every stage where a single number is given, the numbers themselves where a list is.
 
@@ -107,6 +113,7 @@ class Costs:
             bytes_held_to_recompute=per_stage("bytes_held_to_recompute", bytes_held_to_recompute),
             transfer_bytes_per_s=transfer_bytes_per_s,
             boundary_bytes=_broadcast(boundary_bytes, num_stages - 1),
+            overlap_s=_broadcast(overlap_s, num_stages),
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from pipeloom.cost import Costs
 from pipeloom.errors import CostError, InvalidSchedule
 from pipeloom.ir import Action, Schedule, Timeline
 from pipeloom.ir.peaks import peak_activation_bytes
-from pipeloom.sim.tasks import SEE_VERIFY, UNFINISHED, Tasks
+from pipeloom.sim.tasks import SEE_VERIFY, UNFINISHED, Task, Tasks
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -63,7 +63,8 @@ class _Run:
 
     def to_the_end(self) -> None:
         """Run every rank as far as it comes."""
-        ranks = [self._steps(rank) for rank in range(len(self.ends))]
+        pairs = self.tasks.pairs
+        ranks = [self._steps_in_pairs(rank) if pairs[rank] else self._steps(rank) for rank in range(len(self.ends))]
         while self.ready:
             next(ranks[self.ready.popleft()], None)
 
@@ -94,6 +95,35 @@ class _Run:
             if microbatch in task.waiting:
                 self.ready.extend(task.waiting.pop(microbatch))
 
+    def _steps_in_pairs(self, rank: int) -> Iterator[None]:
+        """The same for a rank that runs some pairs as one: these start when both can, and end together."""
+        starts, ends, clock = self.starts[rank], self.ends[rank], 0.0
+        program = list(zip(self.tasks.programs[rank], self.tasks.microbatches[rank], strict=True))
+        while len(ends) < len(program):
+            position = len(ends)
+            last, pair_s = self.tasks.pairs[rank].get(position, (position, program[position][0].duration_s))
+            together = program[position : last + 1]
+            for task, microbatch in together[1:-1]:
+                if task.kind.is_recv:  # posted with the first; the second may wait for its message
+                    self._finish(task, microbatch, clock)
+            for task, microbatch in (together[0], together[-1]):
+                while (source := task.unfinished_need(microbatch)) is not None:
+                    source.waiting.setdefault(microbatch, []).append(rank)
+                    yield
+                clock = max([clock, *task.needed_s(microbatch)])
+            start, clock = clock, clock + pair_s
+            for task, microbatch in together:  # what is sent or received between the two is done when they are
+                starts.append(clock if task.kind.is_send else start)
+                ends.append(start if task.kind.is_recv else clock)
+                if microbatch not in task.ends or task.ends[microbatch] == UNFINISHED:
+                    self._finish(task, microbatch, clock)
+
+    def _finish(self, task: Task, microbatch: int, end_s: float) -> None:
+        task.ends[microbatch] = end_s
+        for message in task.messages:
+            message.arrivals[microbatch] = message.arrival_in_queue_s(end_s)
+        self.ready.extend(task.waiting.pop(microbatch, ()))
+
     def require_end(self, schedule: Schedule) -> None:
         """Raise `InvalidSchedule` if a rank never got to its end."""
         stuck = [rank for rank in range(len(self.ends)) if len(self.ends[rank]) < len(schedule.program(rank))]
@@ -112,6 +142,10 @@ class _Run:
             position = len(self.ends[rank])
             task, microbatch = self.tasks.programs[rank][position], self.tasks.microbatches[rank][position]
             source = task.unfinished_need(microbatch)
+            if source is None:  # the second of a pair is what cannot start
+                position, _ = self.tasks.pairs[rank][position]
+                task, microbatch = self.tasks.programs[rank][position], self.tasks.microbatches[rank][position]
+                source = task.unfinished_need(microbatch)
             assert source is not None, "a rank stands still only for something that is not finished"
             chain[rank] = (rank, task.action(microbatch), source.action(microbatch))
             rank = source.rank
