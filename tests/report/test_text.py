@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def in_ticks(name, num_ranks, num_microbatches, **options):
     made = schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
-    return simulate(made, Costs.unit(num_ranks))
+    return simulate(made, Costs.unit(made.num_stages))
 
 
 def of_csv(text, **costs):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from pipeloom.ir import Schedule, Timeline
 
+_MOST_LISTED = 8
+
 
 def describe(timeline: Timeline) -> Iterator[str]:
     """Lines on a timeline: how idle it is; for training also what it holds and in which order it adds up."""
@@ -14,11 +16,21 @@ def describe(timeline: Timeline) -> Iterator[str]:
         return
     yield f"Held until the input gradient, at most: {_per_rank(timeline.peak_held_to_input_grad)}"
     yield f"Held until the weight gradient, at most: {_per_rank(timeline.peak_held_to_weight_grad)}"
+    if timeline.schedule.updates:
+        updates = _listed(timeline.schedule.updates)
+        versions = " ".join(map(str, timeline.peak_versions_held))
+        yield f"Weights are updated after the last backward of micro-batches {updates}"
+        yield f"Versions of weights held, at most: {versions}, by GPU"
     yield from _accumulation(timeline.schedule)
 
 
 def _per_rank(counts: tuple[int, ...]) -> str:
     return " ".join(map(str, counts)) + " micro-batches, by GPU"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    """All of them if they are few."""
+    return " ".join(map(str, numbers if len(numbers) <= _MOST_LISTED else (*numbers[:_MOST_LISTED], "…")))
 
 
 def _accumulation(schedule: Schedule) -> Iterator[str]:

@@ -11,12 +11,13 @@ def figures_in_ticks(timeline: Timeline) -> dict[str, object]:
     schedule = timeline.schedule
     return {
         **_counts(schedule),
-        "programs": [format_program(program) for program in schedule.programs],
+        "programs": [format_program(program, pins=schedule.pins) for program in schedule.programs],
         "makespan": whole(timeline.makespan_s),
         "bubble_fraction": timeline.bubble_fraction,
         "longest_rank_span": whole(timeline.longest_rank_span_s),
         "peak_held_to_input_grad": timeline.peak_held_to_input_grad,
         "peak_held_to_weight_grad": timeline.peak_held_to_weight_grad,
+        "peak_versions_held": timeline.peak_versions_held,
     }
 
 
@@ -31,6 +32,7 @@ def figures_in_seconds(timeline: Timeline) -> dict[str, object]:
         "peak_activation_bytes": timeline.peak_activation_bytes,
         "peak_held_to_input_grad": timeline.peak_held_to_input_grad,
         "peak_held_to_weight_grad": timeline.peak_held_to_weight_grad,
+        "peak_versions_held": timeline.peak_versions_held,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeloom.ir import Action, Kind, Span, Timeline
 
@@ -86,7 +86,7 @@ class _Ladder:
     def pieces(self, spans: Iterable[Span]) -> Iterator[Piece]:
         """One rank: its idle cells and its actions, from column 0 to the end of the drawing."""
         column = 0
-        for span in filter(_is_drawn, spans):
+        for span in _side_by_side(filter(_is_drawn, spans)):
             start, end = self.column(span.start_s), self.column(span.end_s)
             yield self.idle(column, start), _DIM
             yield self.block(span.action, end - start), _COLOURS[span.action.kind]
@@ -116,6 +116,22 @@ def _rounded(columns: float) -> int:
 
 def _label(action: Action, has_stage: bool) -> str:
     return str(action) if has_stage else f"{action.kind.text}{action.microbatch}"
+
+
+def _side_by_side(spans: Iterable[Span]) -> Iterator[Span]:
+    """What runs at the same time on one rank, as two of a pair do, shares the time in the drawing."""
+    last: Span | None = None
+    for span in spans:
+        if last is not None and span.start_s < last.end_s:
+            start_s, end_s = min(last.start_s, span.start_s), max(last.end_s, span.end_s)
+            middle_s = (start_s + end_s) / 2
+            last = replace(last, start_s=start_s, end_s=middle_s)
+            span = replace(span, start_s=middle_s, end_s=end_s)
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
 
 
 def _is_drawn(span: Span) -> bool:
