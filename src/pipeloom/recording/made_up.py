@@ -1,0 +1,127 @@
+"""A module that runs for real in a dry run, because its shapes depend on numbers: on numbers that are made up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.recording.clone import HOOKS, Clones
+from pipeloom.recording.placeholder import Placeholder
+from pipeloom.recording.unknown import Unknown
+
+_ABSENT = object()
+
+
+def run_for_real(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    hooked: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> tuple[Any, int]:
+    """Call a module on made-up numbers in the place of placeholders; nothing of it changes.
+
+    Args:
+        module: the module.
+        args: of the call.
+        kwargs: likewise.
+        device: of the placeholders that come out.
+        hooked: by name within the module, those whose forward hooks are to see placeholders, and whose attributes
+            are to say which plain values the module made.
+
+    Returns:
+        What it returned, with placeholders for tensors (an input that was returned is that input), and the FLOPs.
+    """
+    leaves, structure = flatten((args, kwargs))
+    made = {id(leaf): _made_up(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    closing = _Closing({id(made[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, Tensor)}, device)
+    clones = Clones(module, lambda _, __: False, _never)
+    for name, clone in clones.of.items():
+        clone.__dict__["_parameters"] = {key: _filled(each) for key, each in clone._parameters.items()}
+        clone._buffers = {key: _copied(each) for key, each in clone._buffers.items()}
+        for hooks in HOOKS:
+            clone.__dict__[hooks] = OrderedDict()
+        for hook in list(hooked[name]._forward_hooks.values()) if name in hooked else ():
+            clone.register_forward_hook(partial(_closed_hook, closing, hook))
+    inner_args, inner_kwargs = unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
+    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+        out = clones.root(*inner_args, **inner_kwargs)
+    _note_unknown(clones, hooked)
+    return closing.of(out), counter.get_total_flops()
+
+
+class _Closing:
+    """Placeholders for the tensors of a run for real: always the same one for a tensor.
+
+    Args:
+        owners: by the id of a tensor that was made up, what it was made up for.
+        device: of the others.
+    """
+
+    def __init__(self, owners: dict[int, Tensor], device: torch.device) -> None:
+        self._found, self._device = owners, device
+        self._alive: list[Any] = []
+
+    def of(self, value: Any) -> Any:
+        """The same value with placeholders for tensors."""
+        leaves, structure = flatten(value)
+        self._alive.append(leaves)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._found:
+                self._found[id(leaf)] = Placeholder.like(leaf, self._device)
+        return unflatten([self._found.get(id(leaf), leaf) for leaf in leaves], structure)
+
+
+def _closed_hook(closing: _Closing, hook: Any, module: nn.Module, args: Any, out: Any) -> None:
+    hook(module, closing.of(args), closing.of(out))
+
+
+def _note_unknown(clones: Clones, stand_ins: Mapping[str, nn.Module]) -> None:
+    for name, stand_in in stand_ins.items():
+        before, now = vars(clones.originals[name]), vars(clones.of[name])
+        for key, value in now.items():
+            if isinstance(value, int | float | str) and key != "training" and value != before.get(key, _ABSENT):
+                stand_in.__dict__[key] = Unknown(f"{name}.{key}".lstrip("."))
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("no call of these clones is answered")
+
+
+def _filled(parameter: Tensor | None) -> Tensor | None:
+    if parameter is None or parameter.device.type != "meta":
+        return parameter
+    return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+
+
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None or buffer.device.type == "meta":
+        return _filled(buffer)
+    return buffer.detach().clone()
+
+
+def _made_up(tensor: Tensor) -> Tensor:
+    """Small numbers that differ, class 0, or a mask of ones: valid wherever a model may look."""
+    if not isinstance(tensor, Placeholder):
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        # Not by chance: this runs where draws are those of a unit.
+        made = (
+            torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device)
+            .sin_()
+            .reshape(tensor.shape)
+            .to(tensor.dtype)
+        )
+    else:
+        made = (torch.ones if tensor.dtype == torch.bool else torch.zeros)(
+            tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+    return made.requires_grad_(tensor.requires_grad) * 1 if tensor.requires_grad else made

@@ -1,0 +1,112 @@
+"""Draws by Python's ``random`` or numpy's global generator in the parents' code: found in the dry run, and refused.
+
+Every stage runs that code, and those generators belong to the process: each stage would mask other time steps, or skip
+other layers, and nobody would say so. A dry run that moved their state is made once more, watched call by call.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+
+from pipeloom.errors import DrawError
+from pipeloom.recording.refusals import in_words, is_of_the_user
+
+_PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
+_DRAWING = frozenset({"random", "getrandbits", "seed", "setstate"})
+_is_of_the_user = cache(is_of_the_user)
+
+
+class ProcessDraws:
+    """Whether the state of those generators moved, but for while somebody else's code ran.
+
+    Attributes:
+        has_moved: so far.
+    """
+
+    def __init__(self) -> None:
+        self.has_moved = False
+        self._last = _states()
+
+    def look(self) -> None:
+        """Compare with the last look."""
+        self.has_moved |= self._last != _states()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Put this around a unit: its draws are another matter."""
+        self.look()
+        try:
+            yield
+        finally:
+            self._last = _states()
+
+
+class Run(Protocol):
+    """A dry run."""
+
+    is_inside: bool
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model."""
+
+
+def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Name the line that draws.
+
+    Args:
+        again: a dry run like the one that drew.
+        inputs: of that one.
+
+    Raises:
+        DrawError: it drew. Where it does not, another thread did the first time.
+    """
+    seen: list[str] = []
+    last = [_numpy_state()]
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        has_drawn = (
+            event == "c_call" and getattr(function, "__self__", None) is _PYTHON and function.__name__ in _DRAWING
+        )
+        if not has_drawn and _is_of_the_user(frame.f_code.co_filename):  # numpy's functions are no events
+            now = _numpy_state()
+            has_drawn, last[0] = now != last[0], now
+        if has_drawn and not again.is_inside:
+            seen.append(_line_of(frame))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        again.run(*inputs)
+    finally:
+        sys.setprofile(before)
+    if seen:
+        raise DrawError(
+            f"the code around the model's units draws from Python's `random` or numpy's global generator: {seen[0]}; "
+            "every stage runs that code, and each would draw other numbers",
+            "draw with torch there, for example torch.rand(()).item() < p; or draw before the step and pass what was "
+            "drawn to the model; or switch it off",
+        )
+
+
+def _line_of(frame: FrameType | None) -> str:
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "(no line of Python)" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), _numpy_state()
+
+
+def _numpy_state() -> Any:
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    state = numpy_random.get_state(legacy=False)
+    return state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]
