@@ -54,7 +54,7 @@ def test_cuts_may_be_any_sequence(cut):
     assert split(layers(5), cuts=cut).num_stages == len(cut) + 1
 
 
-@pytest.mark.parametrize("cuts", [[3, 2], [2, 2], [0], [5], [-1], [1, 9], [1.0], [True], ["1"], [None]])
+@pytest.mark.parametrize("cuts", [[3, 2], [2, 2], [0], [5], [-1], [1, 9], [1.0], [True], ["1", 2], [None]])
 def test_cuts_out_of_order_or_range(cuts):
     with pytest.raises(SplitError, match=r"cuts=\[.*\] were given; whole numbers are needed, ascending, from 1 to 4"):
         split(layers(5), cuts=cuts)
@@ -99,7 +99,7 @@ def patched():
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), Reversed(*layers(3)), nn.Sequential(), patched()])
 def test_models_that_are_no_chain(model):
-    with pytest.raises(SplitError, match=r"a \w+ was given; only an nn.Sequential.* can be cut.*\nhint: pass nn.Seq"):
+    with pytest.raises(SplitError, match=r"a \w+ is cut by running it, and no inputs were given\nhint: pass example_"):
         split(model, num_stages=2)
     assert split(model, num_stages=1).units[0].module is model
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from pipeloom.splitting.split import Split, Unit
+from pipeloom.splitting.split import Split
 from pipeloom.splitting.ties import Ties
+from pipeloom.splitting.unit import Unit
 
 
 class Share:
@@ -38,26 +39,32 @@ class Share:
         self._ties = ties
         self._stages = frozenset(stages)
         self.is_whole = len(self._stages) == made.num_stages
-        self.parameter_names = [name for name, each in made.root.named_parameters() if not ties.is_copy(each)]
-        self._stage_of = {unit.name: stage for stage, units in enumerate(made.stages) for unit in units}
+        self.parameter_names = [name for name, _, _ in self._each_once()]
+        first: dict[int, int] = {}
+        for stage, units in enumerate(made.stages):
+            for unit in units:
+                for _, tensor in _all_named(unit.module):
+                    first.setdefault(id(tensor), stage)
+        self._stage_of = {name: first.get(id(tensor), 0) for name, tensor in _all_named(made.root)}
 
     def stage_of(self, name: str) -> int:
         """The stage that a parameter or buffer of the whole model belongs to by its name."""
-        return self._stage_of.get(name.partition(".")[0], 0)
+        return self._stage_of.get(name, 0)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are here, each once, in the whole model's order."""
-        if self.is_whole:
-            named = self._made.root.named_parameters()
-            return ((name, parameter) for name, parameter in named if not self._ties.is_copy(parameter))
-        seen: set[nn.Parameter] = set()
-        return (
-            (name, parameter)
-            for stage in sorted(self._stages)
-            for unit in self._made.stages[stage]
-            for name, parameter in unit.module.named_parameters(unit.name)
-            if not self._ties.is_copy(parameter) and not (parameter in seen or seen.add(parameter))  # type: ignore[func-returns-value]
-        )
+        for name, owner, copy in self._each_once():
+            if self.is_whole or self._home(name, copy) in self._stages:
+                yield name, owner
+
+    def _each_once(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Names, weights, and what the model has in their places: a copy, where an earlier stage has the weight too."""
+        seen: set[int] = set()
+        for name, parameter in self._made.root.named_parameters():
+            owner = self._ties.owner_of(parameter)
+            if id(owner) not in seen:
+                seen.add(id(owner))
+                yield name, owner, parameter
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers that are here; a tied weight under all its names where its earliest stage is."""
@@ -85,6 +92,9 @@ class Share:
         """Load what is here from the whole model's state, or from a part of it that has what is here."""
         if self.is_whole:
             return self._made.root.load_state_dict(state, strict=strict)
+        everywhere = () if self._made.cut is None else self._made.cut.everywhere
+        for unit in everywhere:
+            unit.module.load_state_dict(_below(state, _prefix(unit)), strict=False)
         known, own = self._made.root.state_dict().keys(), self.state_dict().keys()
         for stage in self._stages:
             for unit in self._made.stages[stage]:
@@ -101,6 +111,8 @@ class Share:
         for unit in self._units_elsewhere():
             _replace(unit.module, lambda _, each: self._released(each, spared, made))
         self._ties.let_go(self._stages)
+        if self._made.cut is not None:
+            self._made.cut.free(sorted(self._stages))
 
     def contents(self) -> dict[str, Tensor]:
         """All tensors that belong here, also buffers that no state dict holds; a tied weight once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,26 +19,10 @@ from torch.nn.parameter import UninitializedParameter
 from pipeloom.errors import RuntimeStateError, SplitError
 from pipeloom.ir.counts import is_whole
 from pipeloom.splitting.balance import balanced_cuts
+from pipeloom.splitting.cut import Cut, Inputs
+from pipeloom.splitting.cuts import Cuts, index_of
+from pipeloom.splitting.unit import Unit
 from pipeloom.splitting.unpacking import Signature
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A module that lives whole in one stage.
-
-    Args:
-        name: its name in the whole model.
-        module: the module itself, not a copy.
-        signature: how it takes a container from the unit before; None: whole, as in a Sequential.
-    """
-
-    name: str
-    module: nn.Module
-    signature: Signature | None = None
-
-    def __call__(self, value: Any) -> Any:
-        """Call the module on what the unit before it returned."""
-        return self.module(value) if self.signature is None else self.signature.called(self.module, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +31,13 @@ class Split:
 
     Args:
         root: the whole model, whose names are used; a list of modules becomes an `nn.ModuleList`.
-        stages: per stage its units, in call order.
+        stages: per stage its units, in call order; in a model that was cut by running it also what its glue trains.
+        cut: how such a model runs; None runs the units one after another.
     """
 
     root: nn.Module
     stages: tuple[tuple[Unit, ...], ...]
+    cut: Cut | None = None
 
     @property
     def num_stages(self) -> int:
@@ -63,12 +49,25 @@ class Split:
         """All units, in call order."""
         return tuple(unit for units in self.stages for unit in units)
 
+    def parameters(self, of_loss: Iterable[nn.Parameter] = ()) -> list[list[nn.Parameter]]:
+        """Per stage its parameters, each once; those of the loss function that are the model's nowhere are the last's.
+
+        With `Ties`, none is in two stages.
+        """
+        found = [[each for unit in units for each in unit.module.parameters()] for units in self.stages]
+        known = {id(each) for parameters in found for each in parameters}
+        found[-1] += [each for each in of_loss if id(each) not in known]
+        return [list(dict.fromkeys(parameters)) for parameters in found]
+
     def check_unchanged(self) -> None:
         """Raise if the model has got other layers since it was cut.
 
         Raises:
             RuntimeStateError: a layer was replaced, added or removed; the stages would run the old ones.
         """
+        if self.cut is not None:
+            self.cut.check_unchanged()
+            return
         now = [(name, id(child)) for name, child in self.root._modules.items() if child is not None]
         then = [(unit.name, id(unit.module)) for unit in self.units]
         if now != then and self.units[0].module is not self.root:
@@ -84,21 +83,33 @@ def split(
     model: nn.Module | Sequence[nn.Module],
     *,
     num_stages: int | None = None,
-    cuts: Sequence[int] | None = None,
+    cuts: Cuts | None = None,
+    inputs: Inputs | None = None,
 ) -> Split:
     """Cut a model into stages.
 
     Args:
-        model: an `nn.Sequential`, whose children are the units; or a list of modules, each one a stage.
-        num_stages: how many stages; a Sequential is cut so that the stage with most parameters has as few as
-            possible. By default the number of modules of a list, 1 for a Sequential without ``cuts``.
-        cuts: ``[2, 5, 7]`` starts a new stage before children 2, 5 and 7: four stages.
+        model: an `nn.Sequential`, whose children are the units; a list of modules, each one a stage; or any module,
+            which is run once without numbers.
+        num_stages: how many stages; they are balanced. By default the number of modules of a list, else 1 without
+            ``cuts``.
+        cuts: ``[2, 5, 7]`` starts a new stage before children (or calls of units) 2, 5 and 7: four stages; names of
+            modules before these; as many numbers as stages are their sizes.
+        inputs: positional and keyword arguments of a module that is no Sequential; shapes and types are what counts.
 
     Raises:
-        SplitError: the model is neither, the cuts are out of order or out of range, there are more stages than
-            units, ``cuts`` and ``num_stages`` disagree, or two stages share a module or buffer.
+        SplitError: the cuts are out of order or out of range, there are more stages than units, ``cuts`` and
+            ``num_stages`` disagree, two stages share a module or buffer, or the model's code depends on numbers.
     """
-    _check_count(num_stages)
+    check_count(num_stages)
+    if isinstance(model, nn.Module) and needs_inputs(model, num_stages, cuts):
+        if inputs is None:
+            raise SplitError(
+                f"a {type(model).__name__} is cut by running it, and no inputs were given",
+                "pass example_args= or example_kwargs=, or call step() first",
+            )
+        cut = Cut(model, inputs, num_stages, cuts)
+        return Split(model, cut.stages, cut)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         made = _split_module(model, num_stages, cuts)
     elif isinstance(model, Iterable):
@@ -109,19 +120,29 @@ def split(
     return made
 
 
-def _check_count(num_stages: int | None) -> None:
+def needs_inputs(model: Any, num_stages: int | None, cuts: Cuts | None) -> bool:
+    """Whether a model is cut by running it: a module with a forward of its own, for more than one stage."""
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+        return False
+    if _is_chain(model):
+        return _is_inside(model, cuts)
+    return (num_stages or 1) > 1 or bool(cuts)
+
+
+def _is_inside(model: nn.Module, cuts: Any) -> bool:
+    """Whether a cut is asked for inside of a child of a chain."""
+    names = [each for each in cuts if isinstance(each, str)] if isinstance(cuts, list | tuple) else []
+    return any(name not in model._modules for name in names) and {*names} <= {*dict(model.named_modules())}
+
+
+def check_count(num_stages: int | None) -> None:
+    """Raise `SplitError` for a number of stages that is none."""
     if num_stages is not None and (not is_whole(num_stages) or num_stages < 1):
         raise SplitError(f"num_stages={num_stages!r} was given; a whole number of at least 1 is needed")
 
 
-def _split_module(model: nn.Module, num_stages: int | None, cuts: Sequence[int] | None) -> Split:
+def _split_module(model: nn.Module, num_stages: int | None, cuts: Any) -> Split:
     if not _is_chain(model):
-        if (num_stages or 1) > 1 or cuts:
-            raise SplitError(
-                f"a {type(model).__name__} was given; only an nn.Sequential with layers, and without a forward of its "
-                "own, can be cut into stages",
-                "pass nn.Sequential(...), or a list with one module per stage",
-            )
         return Split(model, ((Unit("", model),),))
     units = _children(model)
     return Split(model, _grouped(units, _checked_cuts(units, num_stages, cuts)))
@@ -156,6 +177,7 @@ def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[
     cuts = cuts.tolist() if hasattr(cuts, "tolist") else cuts  # of numpy
     if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise SplitError(f"cuts={cuts!r} was given; a sequence of whole numbers is needed, such as [2, 5]")
+    cuts = _starts([unit.name for unit in units], num_stages, cuts)
     if num_stages is not None and num_stages != len(cuts) + 1:
         raise SplitError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, but num_stages={num_stages} was given too")
     bounds = [0, *cuts, len(units)]
@@ -165,6 +187,14 @@ def _checked_cuts(units: Sequence[Unit], num_stages: int | None, cuts: Sequence[
             "each the index of the first layer of a new stage"
         )
     return list(cuts)
+
+
+def _starts(names: Sequence[str], num_stages: int | None, cuts: Sequence[Any]) -> Sequence[Any]:
+    """Names and sizes as indices."""
+    if cuts and all(isinstance(each, str) for each in cuts):
+        return [index_of(names, each) for each in cuts]
+    is_sizes = num_stages == len(cuts) and all(map(is_whole, cuts)) and sum(cuts) == len(names)
+    return [*accumulate(cuts)][:-1] if is_sizes else cuts
 
 
 def _weight(module: nn.Module) -> int:
@@ -182,7 +212,7 @@ def _grouped(units: Sequence[Unit], cuts: Sequence[int]) -> tuple[tuple[Unit, ..
     return tuple(tuple(units[start:end]) for start, end in pairwise([0, *cuts, len(units)]))
 
 
-def _split_list(modules: list[nn.Module], num_stages: int | None, cuts: Sequence[int] | None) -> Split:
+def _split_list(modules: list[nn.Module], num_stages: int | None, cuts: Cuts | None) -> Split:
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         kinds = ", ".join(type(module).__name__ for module in modules) or "nothing"
         raise SplitError(f"a list of {kinds} was given; one nn.Module per stage is needed")

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeloom.batch.copies import be_alike, leaf_like
+from pipeloom.batch.sums import added
 from pipeloom.errors import RuntimeStateError, SplitError
 from pipeloom.splitting.split import Split
 
@@ -23,7 +25,7 @@ _OWNER = "_pipeloom_owner"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A parameter of a module, found by the module and its own name for it."""
 
     module: nn.Module
@@ -31,9 +33,11 @@ class _Place:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        return self.module._parameters.get(self.name)
+        """What stands there; None if nothing does."""
+        return dict(self.module._parameters.items()).get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
+        """Put a parameter there, without what a module does when one is assigned."""
         self.module._parameters[self.name] = parameter
 
 
@@ -43,7 +47,7 @@ class Tie:
 
     owner: nn.Parameter
     copy: nn.Parameter
-    places: tuple[_Place, ...]
+    places: tuple[Place, ...]
     owner_stage: int
     stage: int
 
@@ -64,9 +68,9 @@ class Ties:
         first_stage: dict[int, int] = {}
         home: dict[int, int] = {}
         for stage in range(made.num_stages):
-            later: dict[int, list[_Place]] = {}
+            later: dict[int, list[Place]] = {}
             is_last = stage == made.num_stages - 1
-            for place in _places([unit.module for unit in made.stages[stage]], loss_fn if is_last else None):
+            for place in places_of([unit.module for unit in made.stages[stage]], loss_fn if is_last else None):
                 if home.setdefault(id(place.module), stage) != stage:
                     self.undo()
                     raise _shared_by_loss(place.module)
@@ -121,10 +125,11 @@ class Ties:
                     "was parametrized or pruned after it was cut",
                     "make each pipeline from a model of its own, or unwrap() the first one before",
                 )
+            be_alike(tie.copy, tie.owner)
             tie.copy.requires_grad_(tie.owner.requires_grad)
             tie.copy.data = tie.owner.data.to(tie.copy.device)
             if tie.copy.requires_grad and not tie.copy._backward_hooks:
-                tie.copy.register_hook(partial(_hooked, tie.owner))  # type: ignore[no-untyped-call]
+                tie.copy.register_hook(partial(hooked, tie.owner))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def gather(self, stages: Collection[int]) -> None:
@@ -135,12 +140,9 @@ class Ties:
             if share is not None:
                 share = share.to(tie.owner.device)
                 _, earlier = sums.get(id(tie.owner), (tie.owner, None))
-                sums[id(tie.owner)] = (tie.owner, share if earlier is None else _sum(earlier, share))
+                sums[id(tie.owner)] = (tie.owner, added(earlier, share))
         for owner, total in sums.values():
-            if owner.grad is None or owner.grad.is_sparse:
-                owner.grad = total if owner.grad is None else _sum(owner.grad, total)
-            else:
-                owner.grad.add_(total)
+            owner.grad = added(owner.grad, total)
 
     def undo(self) -> None:
         """Give every stage the one weight again."""
@@ -151,15 +153,16 @@ class Ties:
         self._ties.clear()
 
 
-def _places(units: Sequence[nn.Module], loss_fn: Any) -> Iterator[_Place]:
+def places_of(units: Sequence[nn.Module], loss_fn: Any = None) -> Iterator[Place]:
+    """Where the modules of a stage, and the loss function if it is one, have their parameters."""
     for unit in (*units, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])):
         for module in unit.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield _Place(module, name)
+                    yield Place(module, name)
 
 
-def _owner(place: _Place) -> nn.Parameter:
+def _owner(place: Place) -> nn.Parameter:
     """The weight itself; a copy that an earlier pipeline left in the model is replaced by what it stands for."""
     found = place.parameter
     assert found is not None, "places are made of parameters that exist"
@@ -177,21 +180,16 @@ def _shared_by_loss(module: nn.Module) -> SplitError:
     )
 
 
-def _hooked(owner: nn.Parameter, share: torch.Tensor) -> torch.Tensor:
+def hooked(owner: nn.Parameter, share: torch.Tensor) -> torch.Tensor:
     """What the owner's hooks, as they are now, make of a share: a mask for some rows holds in every stage."""
     for hook in (owner._backward_hooks or {}).values():
         share = found if (found := hook(share)) is not None else share
     return share
 
 
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """An embedding's gradient may be sparse, a head's is dense, and torch adds those in one order only."""
-    return other + one if one.is_sparse and not other.is_sparse else one + other
-
-
-def _tied(places: list[_Place], owner_stage: int, stage: int) -> Tie:
+def _tied(places: list[Place], owner_stage: int, stage: int) -> Tie:
     owner = _owner(places[0])
-    copy = nn.Parameter(owner.detach(), requires_grad=owner.requires_grad)
+    copy = leaf_like(owner, owner.detach())
     setattr(copy, _OWNER, owner)
     for place in places:
         place.put(copy)
