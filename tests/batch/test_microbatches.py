@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.batch.microbatches import Replicated, batch_size, merge_outputs, split_batch
-from pipeloom.errors import BatchError
+from pipeloom.batch.microbatches import PerSample, Replicated, batch_size, merge_outputs, split_batch
+from pipeloom.errors import BatchError, PipeloomWarning
 
 BATCH = torch.arange(14.0).reshape(7, 2)
 
@@ -281,3 +281,77 @@ def test_a_sparse_batch_is_cut() -> None:
     parts = split_batch([BATCH.to_sparse()], {}, None, 3)
     assert [each.args[0].layout for each in parts] == [torch.sparse_coo] * 3
     assert torch.equal(torch.cat([each.args[0].to_dense() for each in parts]), BATCH)
+
+
+# Lists with an entry for each sample, and several rows for each
+
+PIXELS = torch.rand(6, 3, 4, 4)
+
+
+def targets(num_boxes: int = 2) -> list[dict[str, torch.Tensor]]:
+    return [{"boxes": torch.rand(num_boxes + i % 2, 4), "label": torch.tensor(i)} for i in range(6)]
+
+
+def test_a_list_with_an_entry_for_each_sample_is_cut_as_a_list() -> None:
+    """DETR's format of labels was refused, with the advice to hand the labels of all images to each micro-batch."""
+    labels = targets()
+    parts = split_batch((), {"pixel_values": PIXELS, "labels": labels}, None, 4)
+    assert [each for part in parts for each in part.kwargs["labels"]] == labels
+    assert [len(part.kwargs["labels"]) for part in parts] == [2, 2, 1, 1]
+    assert type(parts[0].kwargs["labels"]) is list
+
+
+def test_a_list_that_may_be_meant_either_way_is_refused_until_it_is_said() -> None:
+    """With as many boxes in each image as images, each image's boxes were cut, and the loss was another, in silence."""
+    boxes = [torch.rand(6, 4) for _ in range(6)]
+    with pytest.raises(BatchError, match=r"kwargs\['boxes'\] is a list of 6 entries for a batch of 6 samples, and its"):
+        split_batch((PIXELS,), {"boxes": boxes}, None, 2)
+    parts = split_batch((PIXELS,), {"boxes": PerSample(boxes)}, None, 2)
+    assert [each for part in parts for each in part.kwargs["boxes"]] == boxes
+    assert all(a is b for a, b in zip(parts[1].kwargs["boxes"], boxes[3:], strict=True))
+    parts = split_batch((PIXELS,), {"boxes": tuple(boxes)}, None, 2)
+    assert [each.shape for each in parts[0].kwargs["boxes"]] == [(3, 4)] * 6
+
+
+def test_images_of_several_sizes_say_how_many_samples_there_are() -> None:
+    images = [torch.rand(3, 4 + i, 4) for i in range(6)]
+    assert batch_size((PerSample(images),), {}) == 6
+    parts = split_batch((PerSample(images),), {}, targets(), 3)
+    assert [[image.shape[1] for image in part.args[0]] for part in parts] == [[4, 5], [6, 7], [8, 9]]
+    assert [len(part.target) for part in parts] == [2, 2, 2]
+
+
+def test_other_lists_are_containers_as_ever() -> None:
+    parts = split_batch((PIXELS, [PIXELS, PIXELS[:, 0]], ["six"] * 6, [PIXELS] * 5 + [None]), {}, None, 2)
+    assert [each.shape[0] for each in parts[0].args[1]] == [3, 3]
+    assert parts[0].args[2] == ["six"] * 6
+    assert parts[0].args[3][0].shape[0] == 3
+
+
+def test_entries_for_another_number_of_samples_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"args\[1\] has entries for 2 samples, but the batch has 6"):
+        split_batch((PIXELS, PerSample([1, 2])), {}, None, 2)
+
+
+def test_several_rows_for_each_sample_stay_with_it() -> None:
+    """Qwen-VL's patches of all images lie in one tensor: no micro-batch got the right ones, nothing could say so."""
+    patches = torch.arange(24.0).reshape(24, 1)
+    with pytest.warns(
+        PipeloomWarning, match=r"args\[1\] has 24 rows for 6 samples .*: 4 consecutive rows are taken to"
+    ):
+        parts = split_batch((PIXELS, patches), {}, None, 4)
+    assert [part.args[1].shape[0] for part in parts] == [8, 8, 4, 4]
+    assert torch.equal(torch.cat([part.args[1] for part in parts]), patches)
+    merged = merge_outputs([part.args[1] for part in parts], [part.num_samples for part in parts])
+    assert torch.equal(merged, patches)
+    table = torch.rand(24, 2)
+    assert merge_outputs([table, table.clone()], [3, 3]) is table
+    with pytest.raises(BatchError, match="the batch has 6 samples"):
+        split_batch((PIXELS, patches[:23]), {}, None, 2)
+
+
+def test_with_one_micro_batch_all_of_it_is_the_batch() -> None:
+    given = (PIXELS, torch.rand(23, 2), Replicated(7), PerSample((1, 2)))
+    (part,) = split_batch(given, {}, targets(), 1)
+    assert part.args == (PIXELS, given[1], 7, [1, 2])
+    assert part.args[0] is PIXELS

@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.batch.microbatches import MicrobatchInputs
+from pipeloom.batch.model_losses import ModelLoss, is_loss, missing_loss_hint, own_loss
 from pipeloom.batch.trees import flatten
 from pipeloom.errors import LossError, NonFiniteLoss, PipeloomWarning
 
@@ -32,15 +34,19 @@ class LossRule:
     """What the user said about the loss.
 
     Args:
-        loss_fn: ``loss_fn(output, target)`` → a scalar, or ``(sum, count)``; None: the output is the loss.
+        loss_fn: ``loss_fn(output, target)`` → a scalar, or ``(sum, count)``; None: the output is the loss, or holds it
+            (`own_loss`).
         reduction: "mean": the micro-batches' losses are means, weighted by samples or by ``count``; "sum": they
             are sums and are added up.
-        count: ``count(target)`` → how much a micro-batch counts, e.g. its tokens; default ``loss_fn.count``.
+        count: ``count(target)`` → how much a micro-batch counts, e.g. its tokens; default ``loss_fn.count``. Without
+            a loss function and a target it is called with the model's ``labels``.
+        model: how the model counts its own labels; asked without a loss function and ``count``.
     """
 
     loss_fn: LossFn | None
     reduction: Reduction = "mean"
     count: Callable[[Any], Any] | None = None
+    model: ModelLoss = field(default_factory=ModelLoss)
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -64,7 +70,7 @@ class LossRule:
     def called(self, output: Any, target: Any) -> Any:
         """What the loss function returns; it may take the output alone."""
         if self.loss_fn is None:
-            return output
+            return own_loss(output)
         is_alone = target is None or self._num_arguments[1] < 2
         return self.loss_fn(output) if is_alone else self.loss_fn(output, target)
 
@@ -73,8 +79,21 @@ class LossRule:
         """How many the loss function needs, and how many it takes."""
         return (1, 1) if self.loss_fn is None else _num_arguments(self.loss_fn)
 
-    def for_step(self, num_samples: Sequence[int], targets: Sequence[Any], scale: float) -> StepLoss:
+    def for_inputs(self, inputs: Sequence[MicrobatchInputs], scale: float) -> StepLoss:
+        """The rule for one step, before its first forward, from its micro-batches; raises as `for_step`."""
+        calls = [self.model.arguments(each.args, each.kwargs) for each in inputs]
+        return self.for_step([each.num_samples for each in inputs], [each.target for each in inputs], scale, calls)
+
+    def for_step(
+        self, num_samples: Sequence[int], targets: Sequence[Any], scale: float, calls: Sequence[Mapping[str, Any]] = ()
+    ) -> StepLoss:
         """The rule for one step, before its first forward.
+
+        Args:
+            num_samples: per micro-batch, its rows.
+            targets: per micro-batch.
+            scale: multiplies every gradient.
+            calls: per micro-batch, the model's arguments by name.
 
         Raises:
             LossError: the loss function needs a target and there is none, a target brings a graph along, or what it
@@ -92,12 +111,33 @@ class LossRule:
                 "the target requires a gradient; a step finds those of parameters and inputs, and would drop this one",
                 "pass target.detach(), or make the target under torch.no_grad()",
             )
-        return StepLoss(self, list(num_samples), self._counts(targets), number, targets)
+        rule = self if self.loss_fn or not self.model.is_sum(calls) else replace(self, reduction="sum")
+        counted = self._counted(targets, calls)
+        return StepLoss(rule, list(num_samples), rule._counts(counted, calls, num_samples), number, counted)
 
-    def _counts(self, targets: Sequence[Any]) -> list[float] | None:
+    def weights(self, inputs: Sequence[MicrobatchInputs]) -> list[float]:
+        """Per micro-batch, what scalars among a model's outputs weigh in their mean: its labels, else its rows."""
+        num_samples = [each.num_samples for each in inputs]
+        calls = [self.model.arguments(each.args, each.kwargs) for each in inputs]
+        labels = self._counted([None] * len(inputs), calls)
+        has_labels = self.loss_fn is None and all(each is not None for each in labels)
+        counts = self._counts(labels, calls, num_samples) if has_labels else None
+        return counts or [float(each) for each in num_samples]
+
+    def _counted(self, targets: Sequence[Any], calls: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+        """What is counted: the targets, or without a loss function and targets the model's labels."""
+        is_own = self.loss_fn is None and bool(calls) and all(each is None for each in targets)
+        return [call.get("labels") for call in calls] if is_own else targets
+
+    def _counts(
+        self, counted: Sequence[Any], calls: Sequence[Mapping[str, Any]], num_samples: Sequence[int]
+    ) -> list[float] | None:
         own = getattr(self.loss_fn, "count", None)
         count = self.count or (own if callable(own) else None)
-        return None if count is None else [_number(_COUNT.format(i), count(target)) for i, target in enumerate(targets)]
+        if count is not None:
+            return [_number(_COUNT.format(i), count(each)) for i, each in enumerate(counted)]
+        has_model = self.loss_fn is None and self.reduction == "mean"
+        return self.model.counts(calls, num_samples) if has_model else None
 
 
 @dataclass(frozen=True)
@@ -175,11 +215,16 @@ class StepLoss:
         return self._total
 
     def add_up(self) -> None:
-        """Work out `total`, and whether it is finite, before anybody asks.
+        """Work out `total`, and whether it is finite, before anybody asks; only where all losses are there.
 
         The rank of the last stage calls this when its own part of the step is over: it has the losses, and time.
         """
-        self._is_finite  # noqa: B018
+        if len(self.values) == len(self.num_samples):
+            self._is_finite  # noqa: B018
+
+    def with_loss_fn(self, loss_fn: LossFn | None) -> StepLoss:
+        """The same step's, found by another loss function: a second replica's, which has weights of its own."""
+        return replace(self, rule=replace(self.rule, loss_fn=loss_fn))
 
     @property
     def is_finite(self) -> bool:
@@ -205,9 +250,10 @@ class StepLoss:
 
     def non_finite(self, step_index: int) -> NonFiniteLoss:
         """The error for a total that is NaN or infinite, naming the first micro-batch that made it so."""
-        guilty = next((i for i in sorted(self.values) if not bool(torch.isfinite(self.values[i]))), None)
-        if guilty is None and self._has_nothing_counted:
-            what = "no target of the whole batch counts, so the loss is 0/0"
+        counted = (i for i in sorted(self.values) if self._weight(i))
+        guilty = next((i for i in counted if not bool(torch.isfinite(self.values[i]))), None)
+        if self._has_nothing_counted:
+            what, guilty = "no target of the whole batch counts, so the loss is 0/0", None
         elif guilty is None:
             what = f"the losses of the micro-batches are finite, but add up to {self.total().item()}"
         else:
@@ -229,7 +275,11 @@ class StepLoss:
         """Add up in ascending order, each share rounded as in the loop that people write."""
         losses = [self.values[i] for i in sorted(self.values)]
         parts = _equal_parts(weights)
-        shares = [loss / parts if parts else loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        # A micro-batch in which nothing counts has the loss 0/0, and no part in the batch's.
+        shares = [
+            (loss / parts if parts else loss * weight) if weight else torch.zeros_like(loss)
+            for loss, weight in zip(losses, weights, strict=True)
+        ]
         total = shares[0]
         for share in shares[1:]:
             total = total + share
@@ -242,10 +292,13 @@ class StepLoss:
             return self.num_samples[microbatch] / sum(self.num_samples)
         total = math.fsum(self.counts)
         has_sums = bool(self.returned_counts)
-        return _inverse(total) if has_sums else self.counts[microbatch] * _inverse(total)
+        if has_sums or not total:
+            return _inverse(total)
+        return self.counts[microbatch] / total
 
     def _scalar(self, microbatch: int, returned: Any) -> Tensor:
-        if isinstance(returned, tuple) and len(returned) == 2:
+        has_count = isinstance(returned, tuple) and len(returned) == 2
+        if has_count and (self.rule.loss_fn or is_loss(returned[0])):
             returned, count = returned
             self._note_count(microbatch, _number(_COUNT.format(microbatch), count))
         elif self.returned_counts:
@@ -259,7 +312,7 @@ class StepLoss:
                 "(sum, count), is needed to back-propagate from",
                 "reduce it with .mean(), or return (losses.sum(), count)"
                 if self.rule.loss_fn
-                else "pass loss_fn=; without it the model's output is the loss",
+                else missing_loss_hint(returned),
             )
         return returned.reshape(()) if returned.dim() else returned
 

@@ -2,12 +2,15 @@
 
 torch.distributed.pipelining chunks *every* tensor along dimension 0, whatever its size, and joins every output by
 concatenation: a mask of another length is cut too, and a mean of each micro-batch comes back as a list. Here the
-batch has one size; what has it in front is cut, what has none is shared, anything else must be said.
+batch has one size; what has it in front is cut, what has none is shared, lists with one entry per sample are cut as
+lists, and rows that are a whole number for each sample stay with it. Anything else must be said.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,12 @@ from typing import Any
 import torch
 
 from pipeloom.batch.containers import Container, leaves, opened, rebuilt
-from pipeloom.errors import BatchError
+from pipeloom.errors import BatchError, PipeloomWarning
+
+_CALLER = 4
+"""Frames from the warning up to whoever called `Pipeline.step`."""
+_Shares = Sequence[tuple[int, float]]
+"""Per micro-batch, its rows and what its scalars weigh."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,20 @@ class Replicated:
     """
 
     value: Any
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A list with one entry for each sample, as detectors take their targets: every micro-batch gets its own entries.
+
+    A list that has as many entries as the batch has samples is taken so without being told, unless its tensors have
+    that many rows too.
+
+    Args:
+        values: the entries, of any kind; the model sees a plain list.
+    """
+
+    values: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -47,12 +69,12 @@ class MicrobatchInputs:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> int:
-    """Rows of the batch: dimension 0 of the first tensor that has a dimension and is not `Replicated`.
+    """Samples of the batch: dimension 0 of the first tensor that has one and is not `Replicated`, or its `PerSample`.
 
     Raises:
-        BatchError: there is no such tensor.
+        BatchError: there is neither.
     """
-    return _first(_tensors(args, kwargs, target), args, kwargs)[1].shape[0]
+    return _first(_parts(args, kwargs, target), args, kwargs)[1]
 
 
 def split_batch(
@@ -60,51 +82,88 @@ def split_batch(
 ) -> list[MicrobatchInputs]:
     """Cut a batch into micro-batches whose sizes differ by at most one, the larger ones first (contract 11).
 
-    Tensors with the batch's rows are cut along dimension 0, as views. Tensors without dimensions, values that are
-    no arrays, and what is wrapped in `Replicated` go to every micro-batch as they are.
+    Tensors with the batch's rows are cut along dimension 0, as views; so are those with a whole number of rows for
+    each sample, with a warning (patches of images, frames of a film). A list with an entry for each sample is cut as a
+    list. Tensors without dimensions, values that are no arrays, and what is wrapped in `Replicated` go to every
+    micro-batch as they are; and if there is but one micro-batch, all does.
 
     Raises:
         BatchError: no tensor has a dimension; there are fewer rows than micro-batches; a tensor has other rows; an
-            array is no tensor.
+            array is no tensor; a list may be meant one way or the other.
     """
-    found = list(_tensors(args, kwargs, target))
-    num_rows = _first(found, args, kwargs)[1].shape[0]
+    first_path, num_rows = _first(_parts(args, kwargs, target), args, kwargs)
     _check_count(num_rows, num_microbatches)
-    _check_rows(found)
+    if num_microbatches == 1:
+        return [MicrobatchInputs(_whole(tuple(args)), _whole(dict(kwargs)), _whole(target), num_rows)]
+    for path, each in _parts(args, kwargs, target, num_rows):
+        _check_rows(path, each, first_path, num_rows)
     smaller, num_larger = divmod(num_rows, num_microbatches)
     sizes = [smaller + (microbatch < num_larger) for microbatch in range(num_microbatches)]
-    starts = itertools.accumulate(sizes, initial=0)
-    return [_rows(args, kwargs, target, start, size) for start, size in zip(starts, sizes, strict=False)]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [_rows(args, kwargs, target, range(*bounds), num_rows) for bounds in itertools.pairwise(ends)]
 
 
-def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
+def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float] | None = None) -> Any:
     """Join the outputs of the micro-batches, leaf by leaf (contract 8).
 
-    Tensors with as many rows as their micro-batch, in every micro-batch, are concatenated along dimension 0.
-    Floating tensors without dimensions become their mean, weighted by ``num_samples``. All other values must be
+    Tensors with as many rows as their micro-batch, in every micro-batch, are concatenated along dimension 0; so are
+    those with a whole number of rows for each sample, unless they are equal in all.
+    Floating tensors without dimensions become their mean, weighted by ``weights``. All other values must be
     equal in all micro-batches. The output of a single micro-batch is returned as it is.
 
     Args:
         outputs: per micro-batch, what the model returned.
         num_samples: per micro-batch, its rows.
+        weights: per micro-batch, what its scalars weigh; default its rows. What weighs nothing may be NaN.
 
     Raises:
         BatchError: containers differ, a value differs, or tensors cannot be concatenated.
     """
     if not outputs or len(outputs) != len(num_samples):
         raise BatchError(f"{len(outputs)} outputs were given for {len(num_samples)} micro-batches; each needs one")
-    return outputs[0] if len(outputs) == 1 else _merge("output", outputs, num_samples)
+    shares = [(rows, rows if weights is None else weights[i]) for i, rows in enumerate(num_samples)]
+    return outputs[0] if len(outputs) == 1 else _merge("output", outputs, shares)
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that have a dimension and are not replicated, by path."""
-    roots = (("args", tuple(args)), ("kwargs", dict(kwargs)), ("target", target))
-    for root, value in roots:
-        for path, leaf in leaves(root, value, atoms=Replicated):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-                yield path, leaf
-            elif not isinstance(leaf, torch.Tensor | torch.Size):
-                _refuse_array(path, leaf)
+def _parts(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, num_rows: int | None = None
+) -> Iterator[tuple[str, torch.Tensor | PerSample]]:
+    """What is cut, by path: tensors that have a dimension and are not replicated, and lists with entries for samples.
+
+    Which lists those are is known when the number of samples is.
+    """
+    for root, value in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("target", target)):
+        yield from _parts_of(root, value, num_rows)
+
+
+def _parts_of(path: str, value: Any, num_rows: int | None) -> Iterator[tuple[str, torch.Tensor | PerSample]]:
+    if isinstance(value, Replicated):
+        return
+    found = value if num_rows is None else _as_entries(path, value, num_rows)
+    container = None if isinstance(found, PerSample) else opened(found)
+    if isinstance(found, PerSample) or (isinstance(found, torch.Tensor) and found.dim() > 0):
+        yield path, found
+    elif container is not None:
+        for name, child in container.children.items():
+            yield from _parts_of(path + name, child, num_rows)
+    elif not isinstance(found, torch.Tensor | torch.Size):
+        _refuse_array(path, found)
+
+
+def _as_entries(path: str, value: Any, num_rows: int) -> Any:
+    """A plain list with an entry for each sample as `PerSample`; other values as they are."""
+    if type(value) is not list or len(value) != num_rows or num_rows < 2 or len(set(map(type, value))) > 1:
+        return value
+    tensors = [leaf for _, leaf in leaves(path, value) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not tensors:
+        return value
+    if all(tensor.shape[0] == num_rows for tensor in tensors):
+        raise BatchError(
+            f"{path} is a list of {num_rows} entries for a batch of {num_rows} samples, and its tensors have "
+            f"{num_rows} rows too: one entry for each sample, or tensors of the whole batch?",
+            f"pass pipeloom.PerSample({path}), or tuple({path}) if each tensor is to be cut",
+        )
+    return PerSample(value)
 
 
 def _refuse_array(path: str, leaf: Any) -> None:
@@ -117,10 +176,10 @@ def _refuse_array(path: str, leaf: Any) -> None:
 
 
 def _first(
-    found: Iterable[tuple[str, torch.Tensor]], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, torch.Tensor]:
-    for each in found:
-        return each
+    found: Iterable[tuple[str, torch.Tensor | PerSample]], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, int]:
+    for path, each in found:
+        return path, len(each.values) if isinstance(each, PerSample) else each.shape[0]
     raise BatchError(
         f"{len(args)} arguments and {len(kwargs)} keyword arguments were given, and no tensor with a dimension among "
         "them or in the target; the batch is cut along dimension 0 of its tensors",
@@ -138,51 +197,82 @@ def _check_count(num_rows: int, num_microbatches: int) -> None:
         )
 
 
-def _check_rows(found: Sequence[tuple[str, torch.Tensor]]) -> None:
-    first_path, first = found[0]
-    for path, tensor in found:
-        if tensor.shape[0] != first.shape[0]:
+def _check_rows(path: str, found: torch.Tensor | PerSample, first_path: str, num_rows: int) -> None:
+    if isinstance(found, PerSample):
+        if len(found.values) != num_rows:
             raise BatchError(
-                f"{path} has shape {tuple(tensor.shape)}, but the batch has {first.shape[0]} samples (dimension 0 of "
-                f"{first_path}); a tensor is cut along dimension 0 with the batch",
-                f"wrap it, pipeloom.Replicated({path}), if every micro-batch is to get it whole",
+                f"{path} has entries for {len(found.values)} samples, but the batch has {num_rows} (dimension 0 of "
+                f"{first_path})",
+                "give one entry for each sample",
             )
+        return
+    rows_each, rest = divmod(found.shape[0], num_rows)
+    if rest or not rows_each:
+        raise BatchError(
+            f"{path} has shape {tuple(found.shape)}, but the batch has {num_rows} samples (dimension 0 of "
+            f"{first_path}); a tensor is cut along dimension 0 with the batch",
+            f"wrap it, pipeloom.Replicated({path}), if every micro-batch is to get it whole",
+        )
+    if rows_each > 1:
+        warnings.warn(
+            f"{path} has {found.shape[0]} rows for {num_rows} samples (dimension 0 of {first_path}): {rows_each} "
+            f"consecutive rows are taken to belong to each sample; wrap it, pipeloom.Replicated({path}), if every "
+            "micro-batch is to get it whole",
+            PipeloomWarning,
+            stacklevel=_CALLER,
+        )
 
 
 def _rows(
-    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, start: int, num_samples: int
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, samples: range, num_rows: int
 ) -> MicrobatchInputs:
     return MicrobatchInputs(
-        args=tuple(_cut(each, start, num_samples) for each in args),
-        kwargs={name: _cut(each, start, num_samples) for name, each in kwargs.items()},
-        target=_cut(target, start, num_samples),
-        num_samples=num_samples,
+        args=tuple(_cut(each, samples, num_rows) for each in args),
+        kwargs={name: _cut(each, samples, num_rows) for name, each in kwargs.items()},
+        target=_cut(target, samples, num_rows),
+        num_samples=len(samples),
     )
 
 
-def _cut(value: Any, start: int, num_samples: int) -> Any:
-    if value is None:
-        return None
+def _cut(value: Any, samples: range, num_rows: int) -> Any:
+    value = _as_entries("", value, num_rows)
     if isinstance(value, Replicated):
         return value.value
+    if isinstance(value, PerSample):
+        return list(value.values[samples.start : samples.stop])
     if isinstance(value, torch.Tensor):
+        if not value.dim():
+            return value
+        rows = value.shape[0] // num_rows
         narrow = value.narrow if value.layout is torch.strided else value.narrow_copy  # a sparse one has no views
-        return narrow(0, start, num_samples) if value.dim() else value
+        return narrow(0, samples.start * rows, len(samples) * rows)
     container = opened(value)
     if container is None:
         return value
-    return rebuilt(value, container, [_cut(child, start, num_samples) for child in container.children.values()])
+    return rebuilt(value, container, [_cut(child, samples, num_rows) for child in container.children.values()])
 
 
-def _merge(path: str, values: Sequence[Any], num_samples: Sequence[int]) -> Any:
+def _whole(value: Any) -> Any:
+    """The same without wrappers."""
+    if isinstance(value, Replicated):
+        return value.value
+    if isinstance(value, PerSample):
+        return list(value.values)
+    container = opened(value)
+    if container is None:
+        return value
+    return rebuilt(value, container, [_whole(child) for child in container.children.values()])
+
+
+def _merge(path: str, values: Sequence[Any], shares: _Shares) -> Any:
     containers = [opened(value) for value in values]
     first = containers[0]
     for microbatch, (value, container) in enumerate(zip(values, containers, strict=True)):
         _check_alike(path, (0, values[0], first), (microbatch, value, container))
     if first is None:
-        return _merge_leaf(path, values, num_samples)
+        return _merge_leaf(path, values, shares)
     levels = [container.children for container in containers if container is not None]
-    children = [_merge(path + name, [level[name] for level in levels], num_samples) for name in first.children]
+    children = [_merge(path + name, [level[name] for level in levels], shares) for name in first.children]
     return rebuilt(values[0], first, children)
 
 
@@ -207,14 +297,24 @@ def _outline(value: Any, container: Container | None) -> str:
     return kind if container is None else f"{kind} of {', '.join(container.children) or 'nothing'}"
 
 
-def _merge_leaf(path: str, values: Sequence[Any], num_samples: Sequence[int]) -> Any:
+def _merge_leaf(path: str, values: Sequence[Any], shares: _Shares) -> Any:
     if not isinstance(values[0], torch.Tensor):
         return _equal(path, values, _is_equal)
-    if all(value.dim() and value.shape[0] == count for value, count in zip(values, num_samples, strict=True)):
+    if all(value.dim() and value.shape[0] == rows for value, (rows, _) in zip(values, shares, strict=True)):
+        return _concatenated(path, values)
+    if _has_rows_for_samples(values, shares) and not all(_is_same_tensor(values[0], each) for each in values):
         return _concatenated(path, values)
     if all(value.dim() == 0 and value.is_floating_point() for value in values):
-        return _weighted_mean(values, num_samples)
+        return _weighted_mean(values, [weight for _, weight in shares])
     return _equal(path, values, _is_same_tensor)
+
+
+def _has_rows_for_samples(values: Sequence[torch.Tensor], shares: _Shares) -> bool:
+    """Whether each has the same whole number of rows, above one, for every sample of its micro-batch."""
+    if not all(value.dim() and rows for value, (rows, _) in zip(values, shares, strict=True)):
+        return False
+    found = {divmod(value.shape[0], rows) for value, (rows, _) in zip(values, shares, strict=True)}
+    return len(found) == 1 and all(rows_each > 1 and not rest for rows_each, rest in found)
 
 
 def _concatenated(path: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -228,11 +328,12 @@ def _concatenated(path: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(values))
 
 
-def _weighted_mean(values: Sequence[torch.Tensor], num_samples: Sequence[int]) -> torch.Tensor:
+def _weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """In at least float32: a sum in bfloat16 would lose what the micro-batches computed."""
     dtype = torch.promote_types(values[0].dtype, torch.float32)
-    total = sum(num_samples)
-    weighted = [value.to(dtype) * (count / total) for value, count in zip(values, num_samples, strict=True)]
+    total = sum(weights)
+    counted = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+    weighted = [value.to(dtype) * share for value, share in counted] or [values[0].to(dtype) * math.nan]
     return torch.stack(weighted).sum().to(values[0].dtype)
 
 
