@@ -68,6 +68,35 @@ def test_inputs_keep_their_need():
     assert kwargs.keys() == {"mask"}
 
 
+@pytest.mark.parametrize("weight", [torch.ones(2), torch.ones(1).expand(2)], ids=["whole", "expanded"])
+def test_a_stage_may_hook_what_it_is_given(weight):
+    """What a hook of the stage's own made of a gradient was lost where that had come in another layout.
+
+    The collector's hook came first, kept the gradient for its layout, and handed that on.
+    """
+    value, (collector,) = Message.of(grown(2))[0].opened_to_read(is_last_use=True)
+    seen = []
+    removed = value.register_hook(seen.append)
+    value.register_hook(lambda grad: 3 * grad)
+    removed.remove()
+    collector.go_last()
+    value.backward(weight)
+    assert seen == []
+    assert collector.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_one_argument_comes_as_it_was_given(needs_grad):
+    """It is packed without looking into containers; the model is called as with any other arguments."""
+    given = torch.ones(2, requires_grad=needs_grad)
+    message = Message.of_inputs((given,), {})
+    ((used,), kwargs), inputs = message.opened()
+    assert (message.needs_grad, kwargs) == ((needs_grad,), {})
+    assert used.data_ptr() == given.data_ptr()
+    assert [each is not None for each in inputs] == [needs_grad]
+    assert not message.is_one_tensor
+
+
 @pytest.mark.parametrize("leaf", [object(), iter([]), {1, 2}, lambda: None, nn.Linear(1, 1)])
 def test_leaves_that_may_hide_tensors(leaf):
     with pytest.raises(BatchError, match=r"a stage returned a \w+; tensors, plain values.*\nhint: return its tensors"):
@@ -237,7 +266,7 @@ def test_a_tensor_that_is_only_read_needs_no_alias():
     message, leaves = Message.of(grown(3))
     value, inputs = message.opened_to_read(is_last_use=False)
     (value * 5).sum().backward()
-    assert value is inputs[0]
+    assert value is inputs[0].leaf
     assert inputs[0].grad.tolist() == [5.0] * 3
     assert not message.leaves[0].requires_grad
     assert value.data_ptr() == leaves[0].data_ptr()

@@ -5,7 +5,7 @@ import weakref
 import pytest
 
 import pipeloom as pl
-from pipeloom.ir import Action, Kind
+from pipeloom.ir import Action, Kind, Links
 from pipeloom.passes import add_recompute, add_transfers
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
@@ -84,6 +84,45 @@ def test_rank_that_waits_keeps_no_value_that_it_has_used():
 def test_stages_of_one_rank_hand_over_without_the_transport():
     log = Recorded().run(schedule_of("0F0 1F0 1R0 1B0 0B0", ranks=(0, 0)), 0)
     assert log == [("0F0",), ("1F0", "made by 0F0"), ("1R0",), ("1B0",), ("0B0", "made by 1B0")]
+
+
+SKIPS = Links(forward=((0, 2),), backward=((2, 0),))
+
+
+def test_every_taker_gets_the_value_that_it_takes():
+    """To the neighbour, to where it skips, and to a stage of the same rank; sources in the order of the relation."""
+    linked = add_transfers(pl.schedule("gpipe", num_ranks=3, num_microbatches=1).with_links(SKIPS))
+    assert Recorded().run(linked, 0)[1:3] == [("0SEND_F0", "made by 0F0"), ("0SEND_F0>2", "made by 0F0")]
+    forward = next(entry for entry in Recorded().run(linked, 2) if entry[0] == "2F0")
+    assert forward == ("2F0", "message of 2RECV_F0", "message of 2RECV_F0<0")
+
+
+def test_skip_on_one_rank_is_handed_over():
+    schedule = schedule_of("0F0 1F0 2F0 2B0 1B0 0B0", ranks=(0, 0, 0), links=SKIPS)
+    log = Recorded().run(schedule, 0)
+    assert log[2] == ("2F0", "made by 1F0", "made by 0F0")
+    assert log[5] == ("0B0", "made by 1B0", "made by 2B0")
+
+
+def test_value_is_dropped_when_its_last_taker_has_it():
+    """Stage 0's value goes to another rank and to stage 2 of this one, and is activations until then."""
+
+    class Value:
+        pass
+
+    made, alive = {}, {}
+
+    def handle(action, given):
+        alive[str(action)] = [name for name, value in made.items() if value()]
+        value = Value()
+        made[str(action)] = weakref.ref(value)
+        return value
+
+    text = "0F0 0SEND_F0 2RECV_F0 2F0 2F1\n1RECV_F0 1F0 1SEND_F0"
+    schedule = schedule_of(text, ranks=(0, 1, 0), is_forward_only=True, links=SKIPS)
+    execute(Plan(schedule), 0, dict.fromkeys(Kind, handle), Recorded(), Control(2), None)
+    assert "0F0" in alive["2F0"]
+    assert "0F0" not in alive["2F1"]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

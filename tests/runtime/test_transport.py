@@ -5,8 +5,9 @@ import threading
 import pytest
 
 import pipeloom as pl
-from pipeloom.ir import Action, Kind
-from pipeloom.ir.relations import channel_of
+from pipeloom.ir import Action, Kind, Placement, Schedule
+from pipeloom.ir.notation import parse_action
+from pipeloom.ir.relations import channel_of, counterpart
 from pipeloom.passes import add_transfers
 from pipeloom.runtime.transport import Aborted, LocalTransport
 
@@ -50,6 +51,17 @@ def test_directions_do_not_mix(transport):
     assert transport.take(receive(1, 0, Kind.RECV_B)) == "backward"
     assert transport.take(receive(2, 0)) == "forward"
     assert transport.take(receive(0, 0, Kind.RECV_B)) == "further back"
+
+
+def test_skips_do_not_mix_with_the_chain():
+    """One rank sends and one receives, and all is of one micro-batch: only the stages at both ends differ."""
+    transport = LocalTransport(Schedule(Placement.of((0, 0, 1, 1)), ((), ()), 1), {(0, 1), (1, 0)})
+    sends = ["0SEND_F0>2", "0SEND_F0>3", "1SEND_F0>3", "1SEND_F0", "2SEND_B0", "3SEND_B0>0", "3SEND_B0>1", "2SEND_B0>0"]
+    for text in sends:
+        transport.send(parse_action(text), text)
+    transport.abort()  # or one that is kept under another's key would be waited for without end
+    taken = {text: transport.take(counterpart(parse_action(text))) for text in reversed(sends)}
+    assert taken == {text: text for text in sends}
 
 
 def test_take_waits_for_its_message(transport):

@@ -25,13 +25,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 Reentry = Callable[[], AbstractContextManager[Any]]
+"""Partials of functions: to decorate one for each step takes longer than all that is read."""
 
 _DEVICE_TYPES = ("cpu", "cuda")
 _OFF = contextlib.nullcontext()
@@ -94,7 +95,7 @@ class Ambient:
         Autocast stays *off*: backward must run without it. `autocast` switches it on, around forwards.
         """
         with contextlib.ExitStack() as stack:
-            if self._is_autocast_enabled:
+            if self.has_autocast:
                 stack.enter_context(_CAST_CACHE.held())
             for autocast in self.autocasts:
                 stack.enter_context(autocast.entered(is_enabled=False))
@@ -104,14 +105,19 @@ class Ambient:
 
     def entered_here(self) -> AbstractContextManager[None]:
         """The same in the very thread that was read, which is like the caller's already: all but autocast."""
-        return replace(self, reentries=()).entered() if self._is_autocast_enabled else _OFF
+        return replace(self, reentries=()).entered() if self.has_autocast else _OFF
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The caller's autocast, for one forward action inside `entered`; nothing at all if it is off."""
-        return self._every_autocast() if self._is_autocast_enabled else _OFF
+        return self._every_autocast() if self.has_autocast else _OFF
+
+    def without_cast_cache(self) -> Ambient:
+        """The same, but every use of a weight casts it: where weights change within a call, casts would be stale."""
+        return replace(self, autocasts=tuple(replace(each, is_cache_enabled=False) for each in self.autocasts))
 
     @cached_property
-    def _is_autocast_enabled(self) -> bool:
+    def has_autocast(self) -> bool:
+        """Whether the caller has switched autocast on, for any device."""
         return any(autocast.is_enabled for autocast in self.autocasts)
 
     @contextlib.contextmanager
@@ -156,6 +162,18 @@ class _CastCache:
 _CAST_CACHE = _CastCache()
 
 
+def carried() -> Reentry:
+    """What makes a thread of the user's like this one, a rank's: for a half of a pair that runs there."""
+    ambient = Ambient.capture()
+
+    @contextlib.contextmanager
+    def reentry() -> Iterator[None]:
+        with _CAST_CACHE.held(), ambient.entered():
+            yield
+
+    return reentry
+
+
 @cache
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
@@ -163,19 +181,18 @@ def _has_autocast(device_type: str) -> bool:
 
 def _autograd() -> Reentry:
     is_inference, is_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    is_multithreaded = torch._C._is_multithreading_enabled()
+    return partial(_with_autograd, is_inference, is_grad, torch._C._is_multithreading_enabled())
 
-    @contextlib.contextmanager
-    def reentry() -> Iterator[None]:
-        # Inference mode first: entering it sets the grad mode.
-        with (
-            torch.inference_mode(is_inference),
-            torch.set_grad_enabled(is_grad),
-            torch.autograd.set_multithreading_enabled(is_multithreaded),
-        ):
-            yield
 
-    return reentry
+@contextlib.contextmanager
+def _with_autograd(is_inference: bool, is_grad: bool, is_multithreaded: bool) -> Iterator[None]:
+    # Inference mode first: entering it sets the grad mode.
+    with (
+        torch.inference_mode(is_inference),
+        torch.set_grad_enabled(is_grad),
+        torch.autograd.set_multithreading_enabled(is_multithreaded),
+    ):
+        yield
 
 
 def _saved_tensors() -> Reentry | None:
@@ -201,19 +218,19 @@ def _function_modes() -> Reentry | None:
     Modes are pushed, not entered: ``__enter__`` may be for once only, and registers hooks that are there already.
     """
     modes = _function_stack()
+    return partial(_with_function_modes, modes) if modes else None
 
-    @contextlib.contextmanager
-    def reentry() -> Iterator[None]:
-        before = _function_stack()
-        try:
-            for mode in _absent(modes, before):
-                torch._C._push_on_torch_function_stack(mode)
-            yield
-        finally:
-            while torch._C._len_torch_function_stack() > len(before):
-                torch._C._pop_torch_function_stack()
 
-    return reentry if modes else None
+@contextlib.contextmanager
+def _with_function_modes(modes: list[Any]) -> Iterator[None]:
+    before = _function_stack()
+    try:
+        for mode in _absent(modes, before):
+            torch._C._push_on_torch_function_stack(mode)
+        yield
+    finally:
+        while torch._C._len_torch_function_stack() > len(before):
+            torch._C._pop_torch_function_stack()
 
 
 def _function_stack() -> list[Any]:
@@ -222,21 +239,21 @@ def _function_stack() -> list[Any]:
 
 def _dispatch_modes() -> Reentry | None:
     modes = dispatch._get_current_dispatch_mode_stack()
+    return partial(_with_dispatch_modes, modes) if modes else None
 
-    @contextlib.contextmanager
-    def reentry() -> Iterator[None]:
-        pushed = []
-        try:
-            for mode in _absent(modes, dispatch._get_current_dispatch_mode_stack()):
-                dispatch._push_mode(mode)
-                pushed.append(mode)
-            yield
-        finally:
-            for mode in reversed(pushed):
-                # torch's own modes (fake tensors, functionalisation) have a place each, beside the stack.
-                dispatch._pop_mode(getattr(mode, "_mode_key", None))
 
-    return reentry if modes else None
+@contextlib.contextmanager
+def _with_dispatch_modes(modes: list[Any]) -> Iterator[None]:
+    pushed = []
+    try:
+        for mode in _absent(modes, dispatch._get_current_dispatch_mode_stack()):
+            dispatch._push_mode(mode)
+            pushed.append(mode)
+        yield
+    finally:
+        for mode in reversed(pushed):
+            # torch's own modes (fake tensors, functionalisation) have a place each, beside the stack.
+            dispatch._pop_mode(getattr(mode, "_mode_key", None))
 
 
 def _absent(modes: list[Any], present: list[Any]) -> list[Any]:
@@ -246,23 +263,22 @@ def _absent(modes: list[Any], present: list[Any]) -> list[Any]:
 
 def _arithmetic() -> Reentry:
     """Sums differ in bits with the number of threads; products of small numbers with the flushing of denormals."""
-    num_threads, is_flushing = torch.get_num_threads(), _is_flushing_denormals()
+    return partial(_with_arithmetic, torch.get_num_threads(), _is_flushing_denormals())
 
-    @contextlib.contextmanager
-    def reentry() -> Iterator[None]:
-        if torch.get_num_threads() != num_threads:
-            # Not set back: that would set it for the process, and the caller's value is the one that counts.
-            torch.set_num_threads(num_threads)
-        was_flushing = _is_flushing_denormals()
+
+@contextlib.contextmanager
+def _with_arithmetic(num_threads: int, is_flushing: bool) -> Iterator[None]:
+    if torch.get_num_threads() != num_threads:
+        # Not set back: that would set it for the process, and the caller's value is the one that counts.
+        torch.set_num_threads(num_threads)
+    was_flushing = _is_flushing_denormals()
+    if was_flushing != is_flushing:
+        torch.set_flush_denormal(is_flushing)
+    try:
+        yield
+    finally:
         if was_flushing != is_flushing:
-            torch.set_flush_denormal(is_flushing)
-        try:
-            yield
-        finally:
-            if was_flushing != is_flushing:
-                torch.set_flush_denormal(was_flushing)
-
-    return reentry
+            torch.set_flush_denormal(was_flushing)
 
 
 def _is_flushing_denormals() -> bool:
@@ -271,20 +287,19 @@ def _is_flushing_denormals() -> bool:
 
 
 def _context_variables() -> Reentry:
-    values = tuple(contextvars.copy_context().items())
+    return partial(_with_variables, tuple(contextvars.copy_context().items()))
 
-    @contextlib.contextmanager
-    def reentry() -> Iterator[None]:
-        here = contextvars.copy_context()
-        changed = [(variable, value) for variable, value in values if here.get(variable, _OFF) is not value]
-        tokens = [(variable, variable.set(value)) for variable, value in changed]
-        try:
-            yield
-        finally:
-            for variable, token in reversed(tokens):
-                variable.reset(token)
 
-    return reentry
+@contextlib.contextmanager
+def _with_variables(values: tuple[tuple[contextvars.ContextVar[Any], Any], ...]) -> Iterator[None]:
+    here = contextvars.copy_context()
+    changed = [(variable, value) for variable, value in values if here.get(variable, _OFF) is not value]
+    tokens = [(variable, variable.set(value)) for variable, value in changed]
+    try:
+        yield
+    finally:
+        for variable, token in reversed(tokens):
+            variable.reset(token)
 
 
 # Modes last: a function mode would see, and could answer, the switching of what comes after it.

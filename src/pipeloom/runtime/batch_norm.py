@@ -63,6 +63,17 @@ class DeferredStatistics:
                     "use batch_norm='per-microbatch', or BatchNorm instead of SyncBatchNorm.",
                 )
 
+    @contextmanager
+    def during(self, num_microbatches: int) -> Iterator[None]:
+        """Put this around a step: it updates running statistics once, if the step succeeds."""
+        self.begin(num_microbatches)
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+        self.commit()
+
     def begin(self, num_microbatches: int = 1) -> None:
         """Before the first forward of a step; what a failed step left behind is dropped.
 
@@ -187,8 +198,10 @@ def frozen_buffers(module: nn.Module, snapshot: Snapshot | None = None) -> Itera
     finally:
         _thread.is_frozen = was_frozen
         for each, buffers in saved:
-            each._buffers.clear()
+            # Never empty: a stage that calls the same layer, with the same buffers, may read them in another thread.
             each._buffers.update(buffers)
+            for name in each._buffers.keys() - buffers.keys():
+                del each._buffers[name]
 
 
 def _read(past: PastValue | None, present: Tensor | None) -> Tensor | None:

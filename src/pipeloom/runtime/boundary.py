@@ -9,6 +9,7 @@ An alias is a function in Python, there and back; a stage that was seen only to 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,24 +22,53 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
+from pipeloom.batch.copies import Alias, copied_alike
 from pipeloom.batch.trees import LEAF, flatten, unflatten
 from pipeloom.errors import BatchError
 from pipeloom.runtime.buffer_history import storage, version
 
 _CROSSING = (Tensor, type(None), Number, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 
-_CACHE_LINE = 64
 _UNGUARDED = nullcontext()
 
+_ONE_ARGUMENT = flatten(((None,), {}))[1]
 
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, value: Tensor) -> Tensor:
-        return value.detach()
 
-    @staticmethod
-    def backward(_ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+class Collector:
+    """A leaf of a stage's graph, and the gradient that came to it, laid out as it came.
+
+    Autograd lays a leaf's gradient out as the leaf is. In the uncut model this is no leaf: its gradient goes on as it
+    is, and kernels sum by layout, so another one has other bits [seen with ConvNeXt, whose blocks permute].
+
+    Args:
+        leaf: detached.
+    """
+
+    __slots__ = ("_came", "_hooks", "leaf")
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf.requires_grad_()
+        self._came: list[Tensor] = []
+        strides, came = leaf.stride() if leaf.layout is torch.strided else None, self._came
+
+        def note(grad: Tensor) -> None:
+            if grad.layout is not torch.strided or grad.stride() != strides:
+                came.append(grad)
+
+        # Private: what `register_hook` ends in. Its handle, which nobody wants, takes longer than all else that a
+        # boundary does for a forward. No handle has a negative number. Seen with torch 2.13.
+        self._hooks: dict[int, Callable[[Tensor], Tensor | None]] = OrderedDict([(-1, note)])
+        leaf._backward_hooks = self._hooks
+
+    def go_last(self) -> None:
+        """Look at the gradient after the hooks that the stage's own code put on its input, which may change it."""
+        if len(self._hooks) > 1:
+            self._hooks[-1] = self._hooks.pop(-1)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, once there is one."""
+        return self._came[0] if self._came else self.leaf.grad
 
 
 @dataclass(slots=True)  # not frozen: that makes one ten times as slow to make, with other ranks waiting for it
@@ -81,6 +111,8 @@ class Message:
     @classmethod
     def of_inputs(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
         """Pack the model's own inputs."""
+        if len(args) == 1 and type(args[0]) is Tensor and not kwargs:  # most models; the first rank has all wait for it
+            return cls((_with_its_own_version(args[0]),), _ONE_ARGUMENT, (args[0].requires_grad,))
         leaves, structure = flatten((args, kwargs))
         needs_grad = tuple(map(_requires_grad, leaves))
         return cls(_each_once(leaves, _with_its_own_version), structure, needs_grad)
@@ -96,31 +128,33 @@ class Message:
         """Whether it is a tensor, in no container, whose gradient has to come back."""
         return len(self.leaves) == 1 and self.structure.container is None and self.needs_grad[0]
 
-    def opened(self) -> tuple[Any, tuple[Tensor | None, ...]]:
+    def opened(self) -> tuple[Any, tuple[Collector | None, ...]]:
         """Unpack for a forward under autograd.
 
         Returns:
-            The value to compute with, and per leaf the tensor that collects its gradient (None: none is due).
+            The value to compute with, and per leaf what collects its gradient (None: none is due).
         """
+        if not any(self.needs_grad):
+            return self.value(), (None,) * len(self.leaves)
         collectors = {
-            id(leaf): leaf.detach().requires_grad_()
+            id(leaf): Collector(leaf.detach())
             for leaf, needs_grad in zip(self.leaves, self.needs_grad, strict=True)
             if needs_grad
         }
-        aliases = {key: _Alias.apply(each) for key, each in collectors.items()}  # type: ignore[no-untyped-call]
+        aliases = {key: Alias.apply(each.leaf) for key, each in collectors.items()}  # type: ignore[no-untyped-call]
         used = [aliases.get(id(leaf), leaf) for leaf in self.leaves]
         # The gradient of a tensor that came twice goes back once.
         inputs = tuple(collectors.pop(id(leaf), None) for leaf in self.leaves)
         return unflatten(used, self.structure), inputs
 
-    def opened_to_read(self, *, is_last_use: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def opened_to_read(self, *, is_last_use: bool) -> tuple[Tensor, tuple[Collector | None, ...]]:
         """The same for `is_one_tensor`, without the alias: a write in place raises torch's `RuntimeError`.
 
         Args:
             is_last_use: nobody opens this message or asks for its `value` again, so its own tensor may collect.
         """
-        collector: Tensor = (self.leaves[0] if is_last_use else self.leaves[0].detach()).requires_grad_()
-        return collector, (collector,)
+        collector = Collector(self.leaves[0] if is_last_use else self.leaves[0].detach())
+        return collector.leaf, (collector,)
 
     def guarded(self, *, is_recomputed: bool) -> AbstractContextManager[None]:
         """Put this around the forward that uses `opened`.
@@ -231,7 +265,7 @@ class KeptInput:
         self._message = message
         tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
         self._tensors = {id(tensor): (tensor, version(tensor)) for tensor in tensors}
-        self._copies = {key: _copied(tensor) for key, (tensor, _) in self._tensors.items()}
+        self._copies = {key: copied_alike(tensor) for key, (tensor, _) in self._tensors.items()}
 
     def forget_unchanged(self) -> None:
         """After the forward: drop the copies of what it did not write into."""
@@ -260,19 +294,6 @@ class KeptInput:
                     "stage wrote into that in place; the stage would recompute from other numbers",
                     "let it return x.clone() of what it hands on, do not write in place, or leave its recompute off",
                 )
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy that a kernel cannot tell from the original: same strides, same place within a cache line."""
-    source = tensor.detach()
-    if source.device.type != "cpu" or source.layout is not torch.strided or not source.numel():
-        return source.clone()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
-    room = source.new_empty(extent + 2 * _CACHE_LINE)
-    start = (source.data_ptr() - room.data_ptr()) % _CACHE_LINE // source.element_size()
-    # Its whole stretch of memory, because an expanded tensor can't be written element by element.
-    room.narrow(0, start, extent).copy_(source.as_strided((extent,), (1,)))
-    return room.as_strided(source.shape, source.stride(), start)
 
 
 def _each_once(leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ class BufferHistory:
         snapshot = {place: self._present.setdefault(place, PastValue()) for place in before}
         yield snapshot
         for (module, name), (buffer, old_version, copy) in before.items():
-            if module._buffers.get(name) is not buffer or version(buffer) != old_version:
+            if dict(module._buffers.items()).get(name) is not buffer or version(buffer) != old_version:
                 past = self._present.pop((module, name))
                 past.is_over, past.value = True, copy
 

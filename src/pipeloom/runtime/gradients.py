@@ -27,6 +27,11 @@ class GradientScope:
         ]
         self._is_apart = False
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients they are."""
+        return [parameter for parameter, _, _ in self._before]
+
     def set_apart(self) -> None:
         """Collect this step's gradients by themselves, to be scaled before they join the earlier ones."""
         if not self._is_apart:
@@ -69,13 +74,13 @@ class GradientChanges:
     """What one step did to the gradients of all stages.
 
     Args:
-        scopes: per stage, the gradients that the step may change.
+        scopes: by replica and stage, the gradients that the step may change.
         failed: called with what ended the step, when it is undone.
     """
 
     def __init__(
         self,
-        scopes: Mapping[int, GradientScope] | None = None,
+        scopes: Mapping[tuple[int, int], GradientScope] | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.scopes = scopes or {}
@@ -101,8 +106,8 @@ class GradientChanges:
         for scope in self.scopes.values():
             scope.restore()
 
-    def undo_late(self, stages: Collection[int]) -> None:
-        """Drop what backwards of ``stages`` added that went on after `undo`."""
+    def undo_late(self, stages: Collection[tuple[int, int]]) -> None:
+        """Drop what backwards of ``stages``, named by replica and stage, added that went on after `undo`."""
         for stage in stages:
             self.scopes[stage].drop_late()
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeloom.batch.losses import StepLoss, Verdict
-from pipeloom.ir import Kind, Placement
+from pipeloom.batch.losses import Verdict
+from pipeloom.ir import Action, Kind, Placement, Schedule
+from pipeloom.ir.action import BACKWARD_KINDS
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Plan, execute
-from pipeloom.runtime.gradients import GradientChanges, GradientScope
-from pipeloom.runtime.handlers import RankHandlers
+from pipeloom.runtime.gradients import GradientChanges
+from pipeloom.runtime.replicas import Reductions, Second, scopes_of, table_of, unwritten
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.threads import RankThreads
 from pipeloom.runtime.trace import Trace
@@ -29,6 +31,7 @@ class LocalRuntime:
     Args:
         stages: in model order.
         placement: which rank runs which stage.
+        second: the second replica, where the placement has two.
 
     Attributes:
         rank: of this process among the pipeline's processes.
@@ -39,8 +42,9 @@ class LocalRuntime:
 
     rank, num_ranks = 0, 1
 
-    def __init__(self, stages: Sequence[Stage], placement: Placement) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage], placement: Placement, second: Second | None = None) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._second = second
         self._placement = placement
         self._threads = RankThreads(placement.num_ranks)
         self.trace: Trace | None = None
@@ -58,25 +62,28 @@ class LocalRuntime:
             BaseException: what the first failing rank raised; gradients are then as they were before.
         """
         self.wait_for_late_ranks()  # before this step remembers gradients that they may still add to
-        changes = GradientChanges() if context.loss is None else self._changes(context.loss)
+        scopes = {} if context.loss is None else scopes_of(self._stages, self._second, context.loss, len(self._stages))
+        changes = GradientChanges(scopes)
         transport = LocalTransport(plan.schedule, plan.channels)
         control = Control(plan.schedule.num_ranks)
         trace = Trace(plan.schedule) if has_trace else None
+        reduce = None if self._second is None else Reductions(plan.schedule, self._second.weights).reduce
 
         def stop() -> None:
             control.stop()
             transport.abort()
 
         def undo_late(ranks: Collection[int]) -> None:
-            last = [control.last_seen[rank] for rank in ranks]
-            changes.undo_late({action.stage for action in last if action and action.kind is Kind.BACKWARD})
+            last = [action for rank in ranks if (action := control.last_seen[rank])]
+            changes.undo_late([key for action in last for key in _changed_by(action, plan.schedule)])
 
         def work(rank: int) -> None:
-            stages = {index: self._stages[index] for index in self._placement.stages_of(rank)}
-            handlers = RankHandlers(stages, len(self._stages), changes.scopes, transport, context)
-            with context.ambient.entered(), torch.set_grad_enabled(context.loss is not None):
-                execute(plan, rank, handlers.table, transport, control, trace)
-                if context.loss is not None and len(self._stages) - 1 in stages:
+            own = self._on(rank, plan.schedule.placement)
+            table = table_of(own, plan, scopes, transport, context, self._second, reduce)
+            writes = unwritten(own) if len(own) > 1 and context.loss is not None else nullcontext()
+            with context.ambient.entered(), torch.set_grad_enabled(context.loss is not None), writes:
+                execute(plan, rank, table, transport, control, trace)
+                if context.loss is not None and any(len(self._stages) - 1 in stages for stages in own):
                     context.loss.add_up()
 
         tasks = [partial(work, rank) for rank in range(plan.schedule.num_ranks)]
@@ -115,9 +122,17 @@ class LocalRuntime:
         """What the process of the last stage has."""
         return value
 
-    def _changes(self, loss: StepLoss) -> GradientChanges:
-        parameters = {stage.index: list(stage.module.parameters()) for stage in self._stages}
-        known = {each for found in parameters.values() for each in found}
-        # The last stage computes the loss.
-        parameters[len(self._stages) - 1] += [each for each in loss.rule.parameters if each not in known]
-        return GradientChanges({index: GradientScope(found) for index, found in parameters.items()})
+    def _on(self, rank: int, placement: Placement) -> list[dict[int, Stage]]:
+        """The stages of a rank, for each replica."""
+        replicas = [self._stages] if self._second is None else [self._stages, self._second.stages]
+        return [
+            {index: replicas[replica][index] for index in placement.stages_of(rank, replica)}
+            for replica in range(placement.num_replicas)
+        ]
+
+
+def _changed_by(action: Action, schedule: Schedule) -> list[tuple[int, int]]:
+    """The replicas and stages whose gradients an action may change."""
+    if action.kind is Kind.REDUCE_GRAD:
+        return [(replica, action.stage) for replica in range(schedule.placement.num_replicas)]
+    return [(schedule.replica_of(action.microbatch), action.stage)] if action.kind in BACKWARD_KINDS else []

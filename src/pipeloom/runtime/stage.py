@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from pipeloom.runtime.boundary import InputUse
-from pipeloom.runtime.draw_key import DrawKey
-from pipeloom.runtime.draws import drawing
-from pipeloom.runtime.foreign_draws import ForeignDraws
+from pipeloom.runtime.selective import RunAgain
+
+Draws = Callable[[str, int], AbstractContextManager[Any]]
+"""``draws(unit, call)``: put it around one call of a unit."""
+Part = Callable[[Any, tuple[tuple[Any, ...], dict[str, Any]], Sequence[Any], Draws], tuple[Any, tuple[Any, ...]]]
+"""``part(plan, inputs, received, draws)`` → the model's output if this is the last stage, and what other stages get."""
 
 
 class Unit(Protocol):
@@ -36,7 +40,9 @@ class Stage:
         index: position in model order; the input of stage 0 is the model's, positional and keyword arguments.
         units: what it runs, in call order.
         device: where it lives; None leaves everything where it is.
-        has_recompute: only its input is kept between forward and backward.
+        part: of a model that was cut by running it, its part of a forward; None calls the units in order.
+        parents: the buffers of the modules around its units, in such a model.
+        again: the modules of it whose forward runs again in the backward.
     """
 
     def __init__(
@@ -45,21 +51,24 @@ class Stage:
         units: Sequence[Unit],
         *,
         device: torch.device | None = None,
-        has_recompute: bool = False,
+        part: Part | None = None,
+        parents: nn.Module | None = None,
+        again: Sequence[RunAgain] = (),
     ) -> None:
+        self.part = part
         self.index = index
         self.units = tuple(units)
         self.device = device
-        self.has_recompute = has_recompute
-        self.module = nn.ModuleList(unit.module for unit in units)
+        self.module = nn.ModuleList([unit.module for unit in units] + ([] if parents is None else [parents]))
         self.input_use = InputUse(self.module)
+        self.again = tuple(again)
         if device is not None:
             self.module.to(device)
 
-    def __call__(self, value: Any, keys: Sequence[DrawKey], foreign: ForeignDraws | None = None) -> Any:
-        """Run the units; ``keys`` holds one random key per unit, ``foreign`` refuses draws that no key can reach."""
-        for position, (unit, key) in enumerate(zip(self.units, keys, strict=True)):
-            with drawing(key, foreign=foreign):
+    def __call__(self, value: Any, draws: Draws) -> Any:
+        """Run the units one after another, each inside its ``draws``."""
+        for position, unit in enumerate(self.units):
+            with draws(unit.name, 0):
                 if self.index == 0 and position == 0:
                     args, kwargs = value
                     value = unit.module(*args, **kwargs)

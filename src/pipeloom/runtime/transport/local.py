@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any
 
-from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.ir import Action, Schedule
 from pipeloom.ir.relations import other_stage
 from pipeloom.runtime.transport.base import Aborted
 
+_Key = tuple[int, int, int]
+"""Of a message: its micro-batch, the stage that sends it, and the one that receives it."""
 _POISON: tuple[None, None] = (None, None)
 
 
@@ -29,23 +31,23 @@ class LocalTransport:
     """
 
     def __init__(self, schedule: Schedule, channels: Iterable[tuple[int, int]]) -> None:
-        self._ranks = schedule.placement.ranks
-        self._queues: dict[tuple[int, int], SimpleQueue[tuple[Action | None, Any]]] = {
+        self._rank_of = schedule.rank_of
+        self._queues: dict[tuple[int, int], SimpleQueue[tuple[_Key | None, Any]]] = {
             channel: SimpleQueue() for channel in channels
         }
-        # By what is cheap to hash: micro-batch, stage of the sender, whether it goes forward.
-        self._arrived: list[dict[tuple[int, int, bool], Any]] = [{} for _ in range(schedule.num_ranks)]
+        self._arrived: list[dict[_Key, Any]] = [{} for _ in range(schedule.num_ranks)]
         self._num_live_slots = [0] * schedule.num_ranks
         self.peak_live_slots = [0] * schedule.num_ranks
 
     def send(self, action: Action, message: Any) -> None:
         """Post a message; never waits."""
-        stage = action.stage
-        self._queues[self._ranks[stage], self._ranks[other_stage(action)]].put((action, message))
+        microbatch, stage, to = action.microbatch, action.stage, other_stage(action)
+        channel = self._rank_of(stage, microbatch), self._rank_of(to, microbatch)
+        self._queues[channel].put(((microbatch, stage, to), message))
 
     def post(self, action: Action) -> None:
         """Count a slot: live from here until the message is taken."""
-        rank = self._ranks[action.stage]
+        rank = self._rank_of(action.stage, action.microbatch)
         self._num_live_slots[rank] += 1
         self.peak_live_slots[rank] = max(self.peak_live_slots[rank], self._num_live_slots[rank])
 
@@ -55,15 +57,15 @@ class LocalTransport:
         Raises:
             Aborted: the step ends before the message comes.
         """
-        stage, is_forward = action.stage, action.kind is Kind.RECV_F
-        rank, sending_stage = self._ranks[stage], other_stage(action)
-        queue, arrived = self._queues[self._ranks[sending_stage], rank], self._arrived[rank]
-        awaited = action.microbatch, sending_stage, is_forward
+        microbatch, stage, sending_stage = action.microbatch, action.stage, other_stage(action)
+        rank = self._rank_of(stage, microbatch)
+        queue, arrived = self._queues[self._rank_of(sending_stage, microbatch), rank], self._arrived[rank]
+        awaited = microbatch, sending_stage, stage
         while awaited not in arrived:
-            sent, message = queue.get()
-            if sent is None:
+            key, message = queue.get()
+            if key is None:
                 raise Aborted
-            arrived[sent.microbatch, sent.stage, sent.kind is Kind.SEND_F] = message
+            arrived[key] = message
             del message  # or a rank that goes on waiting would keep it
         self._num_live_slots[rank] -= 1
         return arrived.pop(awaited)
