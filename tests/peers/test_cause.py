@@ -9,7 +9,8 @@ from pipeloom.peers.cause import Claim
 
 kinds = st.sampled_from(["exception", "lost", "stalled", "ended"])
 causes = st.builds(Cause, st.integers(0, 9), kinds, st.text(), st.text(), st.text())
-claims = st.builds(Claim, causes, st.integers(0, 9), st.integers(0, 99), st.booleans())
+calls = st.tuples(st.integers(-1, 9), st.integers(-1, 9))
+claims = st.builds(Claim, causes, st.integers(0, 9), st.integers(0, 99), calls, st.booleans())
 
 
 def claim(kind, rank, teller):

@@ -1,6 +1,7 @@
 """What all ranks say at one place; that it is the same place; and what ends a wait."""
 
 import struct
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -118,6 +119,43 @@ def test_what_was_said_before_an_end_counts(how):
         assert other.collective.all_gather(b"own", "it") == [b"last", b"own"]
         with pytest.raises(PeerFailed, match="rank 0"):
             other.collective.all_gather(b"own", "the next")
+
+
+PART = HEADER.pack(0, 0, 2) + b"it"
+
+
+def fails_after_the_call(one, other, failing):
+    """One rank's part of a call is on its way to a second one when a third, which has it already, fails."""
+    one.mesh.send(2, kinds.GATHER, PART + b"a")
+    other.mesh.send(2, kinds.GATHER, PART + b"b")
+    assert failing.collective.all_gather(b"c", "it") == [b"a", b"b", b"c"]
+    failing.failures.tell(Cause(2, "exception", "here", "ValueError: bad"))
+    until(lambda: other.failures.cause)
+
+
+def test_who_failed_after_a_call_does_not_end_it_for_others():
+    """Four ranks made a pipeline that all of them are refused, with the same error. Rank 3 was through the first call,
+    failed and told it, before rank 0's part had come to rank 1: so there it was `PeerFailed`, which the user's
+    `except` did not name, and the run ended.
+    """
+    with ranks(3) as (one, other, failing):
+        fails_after_the_call(one, other, failing)
+
+        def late():
+            time.sleep(0.3)  # longer than causes take to settle
+            return one.mesh.send(1, kinds.GATHER, PART + b"a")
+
+        assert together(lambda: other.collective.all_gather(b"b", "it"), late)[0] == [b"a", b"b", b"c"]
+        with pytest.raises(PeerFailed, match="rank 2"):
+            other.collective.all_gather(b"", "the next")
+
+
+def test_a_part_of_one_who_is_gone_is_not_waited_for():
+    with ranks(3) as (one, other, failing):
+        fails_after_the_call(one, other, failing)
+        one.mesh.close()
+        with pytest.raises(PeerFailed, match="rank 2"):
+            other.collective.all_gather(b"b", "it")
 
 
 def test_a_rank_that_does_not_come_is_a_stall_on_all():

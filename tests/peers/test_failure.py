@@ -49,6 +49,17 @@ def test_its_own_exception_is_not_raised_again():
         assert other.failures.cause == BAD
 
 
+def test_nor_where_a_rank_that_dies_of_it_says_so_last():
+    """It ended before this rank's own 0.2 s were over, and its last words, a lower rank's, took the place of the same
+    cause: one time in two the user's exception became "rank 2 stops, because rank 2 failed".
+    """
+    with ranks(2) as (one, other):
+        other.failures.on_failure(lambda: one.failures.say_last_words(BAD))
+        assert other.failures.tell(BAD) == BAD
+        until(lambda: other.failures.gone)
+        other.failures.check()
+
+
 def test_a_rank_that_is_told_to_be_slow_raises_that():
     with ranks(2) as (one, other):
         one.failures.tell(Cause(1, "stalled", "in a loop", "no progress"))

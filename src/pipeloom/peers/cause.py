@@ -54,12 +54,14 @@ class Claim:
         cause: what went wrong.
         teller: the rank that says so.
         epoch: how many calls the teller had begun.
+        last_call: the last one that all ranks make together, as a collective counts them, which it was through.
         is_dying: whether the process of whoever sends this ends because of it.
     """
 
     cause: Cause
     teller: int
     epoch: int
+    last_call: tuple[int, int] = (-1, -1)
     is_dying: bool = False
 
     @property
@@ -78,4 +80,4 @@ class Claim:
     def decode(cls, body: memoryview) -> Claim:
         """Read `encode`'s JSON."""
         said = json.loads(bytes(body))
-        return cls(**{**said, "cause": Cause(**said["cause"])})
+        return cls(**{**said, "cause": Cause(**said["cause"]), "last_call": tuple(said["last_call"])})

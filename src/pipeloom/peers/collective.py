@@ -83,15 +83,16 @@ class Collective:
         self._mesh.broadcast(kinds.GATHER, _HEADER.pack(*key, len(encoded)), encoded, payload)
         said = self._said[key]
         said[self._mesh.rank] = _Said(what, payload)
-        self._wait(said, what)
+        self._wait(key, what)
+        self._failures.last_call = key
         del self._said[key]
         _check_same([said[rank].what for rank in range(self._mesh.num_ranks)])
         return [said[rank].payload for rank in range(self._mesh.num_ranks)]
 
-    def _wait(self, said: dict[int, _Said], what: str) -> None:
+    def _wait(self, key: tuple[int, int], what: str) -> None:
         patience = Patience(self._limit_s, self.look)
         try:
-            while missing := self._missing(said, what):
+            while missing := self._missing(key, what):
                 self.missing = missing
                 try:
                     self._sort(patience.take(self._queue))
@@ -102,13 +103,18 @@ class Collective:
         finally:
             self.missing = []
 
-    def _missing(self, said: dict[int, _Said], what: str) -> list[int]:
-        """Who has to be waited for. What a rank said before it failed or ended still counts: it is read after that."""
-        has_failed, ended = self._failures.cause is not None, set(self._failures.ended)
+    def _missing(self, key: tuple[int, int], what: str) -> list[int]:
+        """Who has to be waited for. What a rank said before it failed or ended still counts: it is read after that.
+
+        A rank that failed after this call has got everybody's part of it, and so will this one.
+        """
+        has_failed, ended, said = self._failures.cause is not None, set(self._failures.ended), self._said[key]
+        left = ended.union(self._failures.gone)
         while not self._queue.empty():
             self._sort(self._queue.get())
         missing = [rank for rank in range(self._mesh.num_ranks) if rank not in said]
-        if missing and (has_failed or ended.intersection(missing)):
+        is_broken = has_failed and not self._failures.is_after(key)
+        if missing and (is_broken or left.intersection(missing)):
             self._failures.expect(ended.intersection(missing), what)
         return missing
 

@@ -22,6 +22,8 @@ from pipeloom.peers.cause import Cause, Claim
 from pipeloom.peers.mesh import Mesh
 
 _SETTLE_S = 0.2
+_REPORTED = "_pipeloom_cause"
+"""Under which name an exception has the cause that it was reported as."""
 
 
 class Failures:
@@ -34,6 +36,7 @@ class Failures:
     Attributes:
         ended: the ranks that have ended in good order, or closed their pipeline.
         gone: the ranks whose process is lost, or ends because of an exception that nobody caught; with its last words.
+        last_call: of those that all ranks make together, the last one that this rank is through; its collective's.
         raised_at_s: when the cause reached the code of this rank's user (`time.monotonic`); None if it has not.
     """
 
@@ -49,6 +52,7 @@ class Failures:
         self._explained: set[int] = set()
         self.ended: set[int] = set()
         self.gone: dict[int, Cause | None] = {}
+        self.last_call = (-1, -1)
         self.raised_at_s: float | None = None
         mesh.on(kinds.CAUSE, self._hear)
         mesh.on(kinds.BYE, self._hear_bye)
@@ -59,6 +63,11 @@ class Failures:
         """The one that holds, if there is one."""
         claim = self._claim
         return None if claim is None else claim.cause
+
+    def is_after(self, call: tuple[int, int]) -> bool:
+        """Whether the cause came when its teller was through a call that all ranks make together."""
+        claim = self._claim
+        return claim is not None and claim.last_call >= call
 
     @property
     def is_quiet(self) -> bool:
@@ -94,18 +103,21 @@ class Failures:
         """
         with self._lock:
             if self._claim is None:
-                self._adopt(Claim(cause, self._mesh.rank, self._epoch))
+                self._adopt(Claim(cause, self._mesh.rank, self._epoch, self.last_call))
         return self._settled().cause
 
     def report(self, error: BaseException) -> Cause:
-        """Tell what this rank's user raised, outside a step; return the cause that holds."""
-        if isinstance(error, PeerFailed) and isinstance(error.cause, Cause):
-            return error.cause
-        return self.tell(Cause.of(self._mesh.rank, self._where(self._mesh.rank), error))
+        """Tell what this rank's user raised, once however often it is reported; return the cause that holds."""
+        known = getattr(error, "cause", None) if isinstance(error, PeerFailed) else vars(error).get(_REPORTED)
+        if isinstance(known, Cause):
+            return known
+        cause = self.tell(Cause.of(self._mesh.rank, self._where(self._mesh.rank), error))
+        vars(error)[_REPORTED] = cause  # it passes several places on its way out, and may be forgotten in between
+        return cause
 
     def say_last_words(self, cause: Cause) -> None:
         """Tell every rank that this process ends, and why."""
-        self._broadcast(Claim(cause, self._mesh.rank, self._epoch, is_dying=True))
+        self._broadcast(Claim(cause, self._mesh.rank, self._epoch, self.last_call, is_dying=True))
 
     def check(self) -> None:
         """Go on if no other rank has failed: costs one look at an attribute.
@@ -154,7 +166,7 @@ class Failures:
 
     def _raise(self) -> None:
         claim = self._settled()
-        if claim.teller == claim.cause.rank == self._mesh.rank and claim.cause.kind == "exception":
+        if claim.cause.rank == self._mesh.rank and claim.cause.kind == "exception":  # whoever passed it on last
             return
         cause = claim.cause
         raise PeerFailed(f"rank {self._mesh.rank} stops, because rank {cause.rank} failed\n\n{cause}", cause=cause)

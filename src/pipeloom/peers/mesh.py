@@ -55,7 +55,14 @@ class Mesh:
 
     @classmethod
     def connect(
-        cls, store: Store, rank: int, num_ranks: int, *, host: str | None = None, timeout_s: float = 60.0
+        cls,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        *,
+        host: str | None = None,
+        timeout_s: float = 60.0,
+        look: Callable[[], None] | None = None,
     ) -> Mesh:
         """Find the other ranks and connect to them; collective.
 
@@ -66,11 +73,12 @@ class Mesh:
             host: the address of this host under which the others reach it; by default the one from which it reaches
                 ``MASTER_ADDR``.
             timeout_s: how long to wait for the others.
+            look: called again and again meanwhile, to see whether there is any hope; it may raise.
 
         Raises:
             ProcessError: ranks are missing after ``timeout_s``, which it names, or cannot be reached.
         """
-        rendezvous = Rendezvous(store, rank, num_ranks, timeout_s)
+        rendezvous = Rendezvous(store, rank, num_ranks, timeout_s, look)
         connections = rendezvous.connect(host or local_host())
         names = [f"rank {peer} ({rendezvous.addresses[peer].process})" for peer in range(num_ranks)]
         return cls(rank, names, connections)

@@ -14,13 +14,18 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipeloom.errors import ProcessError
 
 _KEY = "pipeloom/mesh/{}"
+_LATE = "pipeloom/late"
+"""Where the first whose patience is over says so for all: if it keeps the store, that goes with it."""
+_LATE_HINT = "start the same program once for every rank; their own output says whether they failed before"
+_READ_S = 0.3
+"""Until all who look have read it."""
 _HALF_BYTES = 16
 _HELLO = struct.Struct(f"<{_HALF_BYTES}sI")
 _HELLO_S = 5.0
@@ -68,16 +73,27 @@ class Rendezvous:
         rank: this process.
         num_ranks: how many there are.
         timeout_s: until all are connected.
+        look: called again and again while others are waited for, to see whether there is any hope; it may raise.
     """
 
     store: Store
     rank: int
     num_ranks: int
     timeout_s: float
+    look: Callable[[], None] | None = None
     addresses: dict[int, Address] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout_s
+
+    def arrive(self) -> None:
+        """Say that this rank is here, and wait for the others to say it.
+
+        Raises:
+            ProcessError: a rank did not come in time.
+        """
+        self.store.set(_KEY.format(self.rank), "here")
+        self._wait_for_all()
 
     def connect(self, host: str) -> dict[int, socket.socket]:
         """Return a connection to every other rank.
@@ -108,8 +124,7 @@ class Rendezvous:
         # Asked again and again: a `get` that waits could be ended neither by Ctrl-C nor by our time limit.
         pause_s, longest_s = _POLL_S
         while missing := self._missing():
-            if time.monotonic() > self._deadline:
-                raise self._late(missing, "did not come")
+            self._hope(missing, "did not come")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
@@ -119,12 +134,20 @@ class Rendezvous:
             return []
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-    def _late(self, ranks: Iterable[int], what: str) -> ProcessError:
-        names = ", ".join(map(str, ranks))
-        return ProcessError(
-            f"rank {self.rank} of {self.num_ranks} waited {self.timeout_s:g} s for other ranks: {names} {what}",
-            "start the same program once for every rank; their own output says whether they failed before",
-        )
+    def _hope(self, missing: Iterable[int], what: str) -> None:
+        if self.look is not None:
+            self.look()
+        if self.store.check([_LATE]):
+            raise ProcessError(self.store.get(_LATE).decode(), _LATE_HINT)
+        if time.monotonic() > self._deadline:
+            names = ", ".join(map(str, missing))
+            late = ProcessError(
+                f"rank {self.rank} of {self.num_ranks} waited {self.timeout_s:g} s for other ranks: {names} {what}",
+                _LATE_HINT,
+            )
+            self.store.set(_LATE, late.message)
+            time.sleep(_READ_S)
+            raise late
 
     def _call(self, peer: int) -> socket.socket:
         address = self.addresses[peer]
@@ -162,8 +185,7 @@ class Rendezvous:
         expected = set(range(self.rank + 1, self.num_ranks))
         with _Door(listener, self.addresses[self.rank].token) as door:
             while missing := expected - connections.keys():
-                if time.monotonic() > self._deadline:
-                    raise self._late(sorted(missing), "came, but did not connect")
+                self._hope(sorted(missing), "came, but did not connect")
                 for rank, connection in door.entering(min(self._left_s(), 0.5)):
                     if rank in missing and rank not in connections:
                         connections[rank] = connection
