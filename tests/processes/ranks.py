@@ -6,8 +6,10 @@ They are forked from a server that has torch loaded: loading it costs seconds, f
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -21,6 +23,8 @@ _SERVER.set_forkserver_preload(
     ["torch.distributed", "torch._dynamo", "pipeloom.pipeline", "pipeloom.checkpoint", "tests.processes.ranks"]
 )
 LONG_S = 120.0
+_CHANCE = random.SystemRandom()
+"""Not `random`'s own numbers: what seeds those would give two tests that run at the same time the same port."""
 
 
 @dataclass
@@ -100,5 +104,8 @@ def _rank(rank: int, num_ranks: int, port: int, folder: str, function: Callable[
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Below those that the system hands out: one of them may be another process's before rank 0 listens on it."""
+    while True:
+        port = _CHANCE.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -355,7 +355,7 @@ def goes_on_after_a_torn_transfer(num_columns: int) -> None:
     layers = [nn.Linear(WIDTH, num_columns), nn.Linear(num_columns, WIDTH)]
     pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=2, num_microbatches=1, loss_fn=lambda o: o.mean())
     if pipe.group.rank == 0:
-        post = pipe._ranks.runtime._post
+        post = pipe._runtime._post
         way = post._mesh if num_columns > 10_000 else post._direct
         send = way.send
 

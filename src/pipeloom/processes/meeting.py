@@ -39,5 +39,5 @@ def check_alike(
             "weights those of the first stage that uses them, so two runs will differ: call torch.manual_seed(...) "
             "before making the model",
             PipeloomWarning,
-            stacklevel=5,  # the caller of Pipeline()
+            stacklevel=7,  # the caller of Pipeline()
         )

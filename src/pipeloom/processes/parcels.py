@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.errors import BatchError
 from pipeloom.processes.wire import CACHE_LINE, Description, Plain
 
@@ -30,6 +31,44 @@ class Parcel(NamedTuple):
     leaves: tuple[Any, ...]
     form: Any
     is_usual: bool = False
+
+
+def parcel_of(value: Any) -> Parcel:
+    """Any value, its tensors through the processor's memory."""
+    leaves, structure = flatten(value)
+    on_cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Parcel(tuple(on_cpu), unflatten(list(range(len(leaves))), structure))
+
+
+def value_of(parcel: Parcel) -> Any:
+    """What `parcel_of` made a parcel of."""
+    return unflatten(list(parcel.leaves), flatten(parcel.form)[1])
+
+
+def weights_parcel(values: Iterable[Tensor | None]) -> Parcel:
+    """Weights, or their gradients, through the processor's memory; an embedding's gradient may be sparse."""
+    leaves: list[Tensor | None] = []
+    forms: list[Any] = []
+    for value in values:
+        is_sparse = value is not None and value.is_sparse
+        if value is not None and is_sparse:
+            leaves += [value._indices().cpu(), value._values().cpu()]
+        else:
+            leaves.append(None if value is None else value.cpu())
+        forms.append((tuple(value.shape), value.is_coalesced()) if value is not None and is_sparse else None)
+    return Parcel(tuple(leaves), tuple(forms))
+
+
+def weights_of(parcel: Parcel) -> list[Tensor | None]:
+    """What `weights_parcel` made a parcel of."""
+    leaves, found = iter(parcel.leaves), []
+    for form in parcel.form:
+        if form is None:
+            found.append(next(leaves))
+        else:
+            shape, is_coalesced = form
+            found.append(torch.sparse_coo_tensor(next(leaves), next(leaves), shape, is_coalesced=is_coalesced))
+    return found
 
 
 class Known:

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.batch.losses import StepLoss, Verdict
-from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.errors import NonFiniteLoss, PeerFailed, ProcessError, RuntimeStateError
+from pipeloom.batch.told import hear, told
+from pipeloom.errors import NonFiniteLoss, PeerFailed, ProcessError
 from pipeloom.ir import Placement, Schedule
-from pipeloom.peers import Cause, Collective, Ending, Failures, Mesh, Rendezvous, Stalls, local_host
+from pipeloom.peers import Cause, Ending, Stalls
 from pipeloom.processes.checksum import checksum_of
+from pipeloom.processes.company import Company
 from pipeloom.processes.lanes import Lanes
-from pipeloom.processes.meeting import check_alike
-from pipeloom.processes.parcels import Parcel
+from pipeloom.processes.opposite import Opposite
+from pipeloom.processes.parcels import Parcel, parcel_of, value_of, weights_of, weights_parcel
 from pipeloom.processes.post import Call, Post, Waiting
 from pipeloom.processes.transport import DistributedTransport
-from pipeloom.processes.whereabouts import Whereabouts
-from pipeloom.processes.world import World
 from pipeloom.runtime.context import StepContext
 from pipeloom.runtime.executor import Plan, execute
-from pipeloom.runtime.gradients import GradientChanges, GradientScope
-from pipeloom.runtime.handlers import RankHandlers
+from pipeloom.runtime.gradients import GradientChanges
+from pipeloom.runtime.replicas import Second, scopes_of, table_of
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.trace import Trace
 
 _MOST_ACTIONS = 4096
 """Of a schedule whose spans go over connections that nobody reads while ranks compute: 64 KiB."""
-CONNECT_S = 60.0
-"""How long the processes may take to find each other."""
 
 
 class Tie(Protocol):
@@ -65,12 +60,12 @@ class DistributedRuntime:
     """Runs this rank's part of schedules, in the thread that calls.
 
     Args:
-        world: the processes.
+        company: the processes.
         stages: this rank's, by index.
         placement: which rank runs which stage.
         channels: the ordered pairs of ranks between which schedules send.
         ties: between one of these stages and one on another rank, by a number that both use.
-        limit_s: how long to wait for another rank before that is called a stall.
+        second: the second replica's stages here, where the placement has two.
         has_ties: whether any two ranks share a weight.
 
     Attributes:
@@ -82,46 +77,50 @@ class DistributedRuntime:
 
     def __init__(
         self,
-        world: World,
+        company: Company,
         stages: Mapping[int, Stage],
         placement: Placement,
         channels: Collection[tuple[int, int]],
         ties: Mapping[int, Tie],
-        limit_s: float,
+        second: Second | None = None,
         *,
         has_ties: bool,
     ) -> None:
+        world = company.world
         self.rank, self.num_ranks = world.rank, world.num_ranks
+        self._company, self._where = company, company.where
+        self._failures, self._collective = company.failures, company.collective
         self._stages, self._placement = dict(stages), placement
         self._ties, self._has_ties = ties, has_ties
         self._number, self._num_exchanges = 0, 0
-        self._is_long = self._is_closed = False
-        self._where = where = Whereabouts(world.rank, world.num_ranks)
-        self._pid = os.getpid()
+        self._is_long = False
         self.trace: Trace | None = None
         self.peak_live_slots: tuple[int, ...] = ()
-        direct = Rendezvous(PrefixStore("direct", world.store), world.rank, world.num_ranks, CONNECT_S)
-        connections = direct.connect(local_host())
-        mesh = Mesh.connect(world.store, world.rank, world.num_ranks)
-        self._failures = failures = Failures(mesh, where.of)
-        stalls = Stalls(mesh, failures, where.state)
-        self._collective = where.collective = Collective(mesh, failures, limit_s)
-        lanes = Lanes(world.backend, world.global_ranks, channels, world.rank, world.device)
-        stalled = partial(_stalled, stalls, limit_s)
-        self._post = where.post = Post(mesh, connections, lanes, failures, limit_s, stalled)
+        self._lanes = lanes = Lanes(world.backend, world.global_ranks, channels, world.rank, world.device)
+        stalled = partial(_stalled, company.stalls, company.limit_s)
+        connections = company.connect_again("direct")
+        self._post = Post(company.mesh, connections, lanes, company.failures, company.limit_s, stalled)
+        company.where.post, self._post.look = self._post, company.look
         self._transport = DistributedTransport(self._post)
-        self._collective.on_stall = lambda _, what: stalls.cause(what, limit_s)
-        self._collective.look = self._post.look = partial(_look_for_a_deadlock, stalls, failures)
-        self._ending = Ending(mesh, self._failures)
-        self._lanes = lanes
-        self._let_go = weakref.finalize(self, _shut, self._ending, lanes, self._post)
-        mesh.start()  # before torch's groups are made: that waits for all ranks, and does not hear of deaths
-        lanes.open()
+        self._second = second
+        self._loss: StepLoss | None = None
+        self._opposite = None if second is None else Opposite(self._stages, second, placement, self.rank, self._post)
+        self._let_go = weakref.finalize(self, _shut, company.ending, lanes, self._post)
 
-    def meet(self, facts: Mapping[str, str], weights: str) -> None:
-        """Compare what must be the same on all ranks, once, before the first step; raises what `check_alike` does."""
-        check_alike(self.rank, facts, weights, self.all_gather)
-        self._leave()
+    def meet(self) -> None:
+        """Make torch's groups, once all ranks have come as far; nobody begins a step before all have them.
+
+        Making them waits for all ranks, and hears of deaths only.
+
+        Raises:
+            PeerFailed: another rank failed first, or is gone.
+            ProcessError: torch.distributed failed by itself.
+        """
+        self.all_gather(b"", "the stages")
+        with self._company.hearing():
+            self._lanes.open()
+        self.all_gather(b"", "the groups")
+        self._company.leave()
 
     def run(self, plan: Plan, context: StepContext, *, has_trace: bool) -> GradientChanges:
         """Run this rank's program of one step or evaluation; `agree` has to follow.
@@ -133,13 +132,19 @@ class DistributedRuntime:
             PeerFailed: another rank failed first, or is gone.
             BaseException: what a stage raised here. Gradients are as they were before.
         """
-        changes = GradientChanges({} if context.loss is None else self._scopes(context.loss), self._failed)
+        self._loss, num_stages = context.loss, self._placement.num_stages
+        scopes = {} if context.loss is None else scopes_of(self._stages, self._second, context.loss, num_stages)
+        opposite = self._opposite if plan.schedule.placement.opposed else None
+        own = [self._stages] if opposite is None else [self._stages, opposite.stages]
+        changes = GradientChanges(scopes, self._failed)
         with changes, context.ambient.entered_here(), torch.set_grad_enabled(context.loss is not None):
             self._begin(plan.schedule, context)
             self.trace = Trace(plan.schedule) if has_trace else None
-            handlers = RankHandlers(self._stages, self._placement.num_stages, changes.scopes, self._transport, context)
+            reduce = None if opposite is None else opposite.reduce
+            table = table_of(own, plan, scopes, self._transport, context, self._second, reduce)
             self._refresh()
-            execute(plan, self.rank, handlers.table, self._transport, self._where.control, self.trace)
+            with nullcontext() if opposite is None else opposite.step(context):
+                execute(plan, self.rank, table, self._transport, self._where.control, self.trace)
         return changes
 
     def agree(self, verdict: Callable[[], Verdict] | None) -> Verdict | None:
@@ -148,21 +153,36 @@ class DistributedRuntime:
         Args:
             verdict: makes it; None in an evaluation.
         """
-        own = verdict() if verdict and self._has_last_stage else None
+        own = self._found(verdict) if verdict else None
         times = None if self.trace is None else self.trace.of(self.rank)
-        said = pickle.dumps((_plain(own), times, self._transport.peak_live_slots))
+        said = pickle.dumps((own, times, self._transport.peak_live_slots))
         self._post.end()
         what = f"the end of {self._where.what}"
         self._post.flush(what)  # nobody sends the rest while this rank meets the others
         gather = self.all_gather if verdict is None or self._is_long else self._gathered
         parts = [pickle.loads(each) for each in gather(said, what)]
         self._post.settle()
-        self._leave()
+        self._company.leave()
         self.peak_live_slots = tuple(slots for _, _, slots in parts)
         for rank, (_, spans, _) in enumerate(parts):
             if self.trace is not None and spans is not None:
                 self.trace.put(rank, *spans)
-        return None if verdict is None else _verdict(next(found for found, _, _ in parts if found is not None))
+        return verdict and self._agreed(verdict, [found for found, _, _ in parts if found is not None])
+
+    def _found(self, verdict: Callable[[], Verdict]) -> Any:
+        """What this rank knows of the losses; of two replicas each has some, and nobody all."""
+        if self._second is None:
+            return _plain(verdict()) if self._has_last_stage else None
+        assert self._loss is not None, "a training step has losses"
+        return told(self._loss)
+
+    def _agreed(self, verdict: Callable[[], Verdict], found: Sequence[Any]) -> Verdict:
+        if self._second is None:
+            return _verdict(found[0])
+        assert self._loss is not None, "a training step has losses"
+        for each in found:
+            hear(self._loss, each)
+        return verdict()
 
     def _gathered(self, payload: bytes, what: str) -> list[bytes]:
         """`all_gather` at the end of a step, over the connections that ranks read themselves.
@@ -187,9 +207,7 @@ class DistributedRuntime:
 
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks have to call it, and it waits for them."""
-        self._check_usable()
-        self._where.since_s = time.monotonic()
-        return self._collective.all_gather(payload, what)
+        return self._company.all_gather(payload, what)
 
     def gather_ties(self) -> None:
         """After a step: hand each share of a weight's gradient to the rank that owns it."""
@@ -222,15 +240,12 @@ class DistributedRuntime:
     def from_last(self, value: Any) -> Any:
         """What the rank of the last stage has, on every rank; collective."""
         last = self._placement.rank_of(self._placement.num_stages - 1)
-        leaves, structure = flatten(value)
-        on_cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        parcel = Parcel(tuple(on_cpu), unflatten(list(range(len(leaves))), structure))
-        parts = self._exchange(parcel, [last], range(self.num_ranks))
-        return value if self.rank == last else unflatten(list(parts[0].leaves), flatten(parts[0].form)[1])
+        parts = self._exchange(parcel_of(value), [last], range(self.num_ranks))
+        return value if self.rank == last else value_of(parts[0])
 
     def _exchange(self, parcel: Parcel, senders: Sequence[int], receivers: Sequence[int]) -> list[Parcel]:
         """Send to all receivers but this rank, then receive what came from others; nobody leaves before all have it."""
-        self._check_usable()
+        self._company.check_usable()
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges} after {self._where.what}".encode()
         if self.rank in senders:
@@ -251,10 +266,9 @@ class DistributedRuntime:
 
     def close_after(self, error: BaseException | None) -> None:
         """Say why, if an exception of this rank's user is the reason, and close the connections."""
-        self._is_closed = True
         self._let_go.detach()
-        is_said_by_all = isinstance(error, NonFiniteLoss)
-        _shut(self._ending, self._lanes, self._post, None if is_said_by_all else error)
+        self._company.close_after(None if isinstance(error, NonFiniteLoss) else error)  # all ranks say that one
+        _shut(self._company.ending, self._lanes, self._post)
 
     @property
     def _has_last_stage(self) -> bool:
@@ -273,22 +287,15 @@ class DistributedRuntime:
     def _begin(self, schedule: Schedule, context: StepContext) -> None:
         self._number += 1  # first: the calls are counted alike on a rank that hears of a failure before it begins
         self._num_exchanges = 0
-        self._collective.epoch = self._number
-        self._check_usable()
+        self._collective.epoch += 1
+        self._company.check_usable()
         self._failures.check()
         is_step = context.loss is not None
         self._where.begin(f"step {context.step_index}" if is_step else f"an evaluation after step {context.step_index}")
         self._is_long = sum(map(len, schedule.programs)) > _MOST_ACTIONS
-        checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index}".encode())
+        plans = [plan.digest for plan in context.plans]
+        checksum = zlib.crc32(f"{schedule.digest} {context.seed} {context.step_index} {plans}".encode())
         self._transport.begin(schedule, Call(self._number, checksum, checksum_of(context)))
-
-    def _scopes(self, loss: StepLoss) -> dict[int, GradientScope]:
-        found = {index: list(stage.module.parameters()) for index, stage in self._stages.items()}
-        if self._has_last_stage:
-            known = {id(each) for parameters in found.values() for each in parameters}
-            last = found[self._placement.num_stages - 1]
-            last += [each for each in loss.rule.parameters if id(each) not in known]
-        return {index: GradientScope(parameters) for index, parameters in found.items()}
 
     def _failed(self, error: BaseException) -> None:
         """Tell the others, unless they know: what ends their step is what ended this one.
@@ -298,61 +305,25 @@ class DistributedRuntime:
         """
         try:
             if not isinstance(error, PeerFailed | NonFiniteLoss):
-                self._failures.tell(Cause.of(self.rank, self._where.place, error))
+                self._failures.report(error)
                 self._failures.check()
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        """A call has ended, on all ranks and alike; what went wrong in it is no matter of the next. Deaths remain."""
-        self._where.is_inside = False
-        if not self._failures.gone:
-            self._failures.forget()
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise RuntimeStateError(
-                "the pipeline is closed, and so are its connections to the other processes",
-                "do what needs all ranks (full_state_dict, unwrap, clip_grad_norm_) before close(), or inside `with`",
-            )
-        if os.getpid() != self._pid:
-            raise RuntimeStateError(
-                "a pipeline whose ranks are processes was used in a child that one of them forked; its connections are "
-                "the parent's",
-                "use it in the process that made it; let workers of a data loader read data only",
-            )
+            self._company.leave()
 
     def _give(self, stage: int, key: str, value: Tensor | None) -> None:
-        self._post.give(self._placement.rank_of(stage), key.encode(), _parcel_of(value), is_direct=False)
+        self._post.give(self._placement.rank_of(stage), key.encode(), weights_parcel([value]), is_direct=False)
 
     def _get(self, stage: int, key: str) -> Any:
-        leaves, form, _ = self._post.get(self._placement.rank_of(stage), key.encode())
-        if form is None:
-            return leaves[0]
-        shape, is_coalesced = form
-        return torch.sparse_coo_tensor(leaves[0], leaves[1], shape, is_coalesced=is_coalesced)
-
-
-def _parcel_of(value: Tensor | None) -> Parcel:
-    """A weight, or its gradient, through the processor's memory; an embedding's gradient may be sparse."""
-    if value is None or not value.is_sparse:
-        return Parcel((None if value is None else value.cpu(),), None)
-    return Parcel((value._indices().cpu(), value._values().cpu()), (tuple(value.shape), value.is_coalesced()))
+        (value,) = weights_of(self._post.get(self._placement.rank_of(stage), key.encode()))
+        return value
 
 
 def _stalled(stalls: Stalls, limit_s: float, waiting: Waiting) -> Cause:
     return stalls.cause(waiting.what, limit_s)
 
 
-def _look_for_a_deadlock(stalls: Stalls, failures: Failures) -> None:
-    cause = stalls.deadlock()
-    if cause is not None:
-        failures.tell(cause)
-        failures.check()
-
-
-def _shut(ending: Ending, lanes: Lanes, post: Post, error: BaseException | None = None) -> None:
-    ending.close(error)
+def _shut(ending: Ending, lanes: Lanes, post: Post) -> None:
+    ending.close()
     lanes.close()
     post.close()
 
@@ -362,12 +333,10 @@ def _on_cpu(values: Mapping[str, Any]) -> Parcel:
     return Parcel(tuple(once[id(each)] for each in values.values()), tuple(values))
 
 
-def _plain(verdict: Verdict | None) -> Any:
-    if verdict is None:
-        return None
+def _plain(verdict: Verdict) -> Any:
     fault = verdict.fault
     said = None if fault is None else (fault.message, fault.step_index, fault.microbatch, fault.hint)
-    return verdict.value.item(), str(verdict.value.dtype).removeprefix("torch."), verdict.scale, said
+    return verdict.value.tolist(), str(verdict.value.dtype).removeprefix("torch."), verdict.scale, said
 
 
 def _verdict(plain: Any) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import torch
 
 from pipeloom.batch.trees import Structure, flatten
 from pipeloom.errors import BatchError
-from pipeloom.ir import Action, Schedule
-from pipeloom.ir.relations import counterpart
+from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.ir.relations import counterpart, destinations_of, sources_of
 from pipeloom.processes.parcels import Parcel
 from pipeloom.processes.post import Call, Post
 from pipeloom.processes.wire import shapes
@@ -62,6 +63,7 @@ class DistributedTransport:
         self._post = post
         self._routes: dict[int, _Route] = {}
         self._schedule: Schedule | None = None
+        self._passing_back: frozenset[int] = frozenset()
         self._received: dict[tuple[int, int], list[Any]] = {}
         self._num_live_slots = self.peak_live_slots = 0
 
@@ -69,6 +71,7 @@ class DistributedTransport:
         """Start a call."""
         if schedule is not self._schedule:
             self._schedule, self._routes = schedule, {}
+            self._passing_back = frozenset(_passing_back(schedule))
         self._received.clear()
         self._num_live_slots = self.peak_live_slots = 0
         self._post.begin(call)
@@ -109,7 +112,7 @@ class DistributedTransport:
         self._num_live_slots -= 1
         if isinstance(form, _BackwardForm):
             return Gradients(leaves, form.is_apart)
-        if any(form.needs_grad):
+        if any(form.needs_grad) and action.stage in self._passing_back:
             self._received[action.stage, action.microbatch] = shapes(leaves)
         return Message(leaves, form.structure, form.needs_grad)
 
@@ -120,18 +123,34 @@ class DistributedTransport:
             assert self._schedule is not None, "`begin` comes first"
             other = counterpart(action)
             key = str(action if action.kind.is_recv else other).encode()
-            found = self._routes[id(action)] = _Route(self._schedule.rank_of(other.stage), key, action)
+            found = self._routes[id(action)] = _Route(
+                self._schedule.rank_of(other.stage, other.microbatch), key, action
+            )
         return found
 
     def _check(self, action: Action, gradients: Gradients) -> None:
         meant = self._received.pop((action.stage, action.microbatch), None)
-        for leaf, (spec, grad) in enumerate(zip(meant or (), gradients.leaves, strict=bool(meant))):
+        if meant is None or len(meant) != len(gradients.leaves):  # values that need none have none
+            return
+        for leaf, (spec, grad) in enumerate(zip(meant, gradients.leaves, strict=True)):
             if grad is not None and spec != (grad.dtype, grad.shape):
                 raise BatchError(
                     f"the gradient of leaf {leaf} of what stage {action.stage} received is "
                     f"{_spec(grad.dtype, grad.shape)}, but the leaf is {_spec(*spec)}; it was not sent",
                     "look for a hook or an autograd.Function in that stage that returns another gradient",
                 )
+
+
+def _passing_back(schedule: Schedule) -> Iterator[int]:
+    """The stages whose gradients go back to where their values come from, leaf by leaf.
+
+    With links, what a stage sends back to another may be of values that came from a third.
+    """
+    for stage in range(schedule.num_stages):
+        ends = (stage, schedule.num_stages, schedule.links)
+        sources, destinations = sources_of(Kind.FORWARD, *ends), destinations_of(Kind.BACKWARD, *ends)
+        if sources == destinations and len(sources) == 1:
+            yield stage
 
 
 def _spec(dtype: torch.dtype, shape: torch.Size) -> str:

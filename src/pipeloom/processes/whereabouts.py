@@ -27,7 +27,7 @@ class Whereabouts:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        self.what, self.is_inside, self.since_s = "the start", False, time.monotonic()
+        self.what, self.is_inside, self.since_s = "the start", True, time.monotonic()
         self.control = Control(num_ranks)
         self.post: Post | None = None
         self.collective: Collective | None = None

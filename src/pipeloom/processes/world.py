@@ -9,14 +9,17 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pipeloom.errors import ProcessError
+from pipeloom.errors import PeerFailed, PipeloomError, ProcessError
+from pipeloom.peers import Cause, Rendezvous
 
 TransportName = Literal["auto", "local", "distributed"]
 _numbers = itertools.count()
@@ -46,20 +49,21 @@ class World:
         return len(self.global_ranks)
 
 
-def find_world(transport: TransportName) -> World | None:
+def find_world(transport: TransportName, limit_s: float = 600.0) -> World | None:
     """The processes that this one belongs to; None if the ranks are threads of it.
 
     Args:
         transport: "auto": processes if a process group of several exists, or torchrun has started several; "local" and
             "distributed" say it.
+        limit_s: how long the processes may take to come.
 
     Raises:
-        ProcessError: "distributed" was asked for, and there is nothing of the kind.
+        ProcessError: "distributed" was asked for, and there is nothing of the kind; or some do not come.
     """
     if transport == "local":
         return None
     if not _is_initialised() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        _initialise()
+        _initialise(limit_s)
     num_processes = dist.get_world_size() if _is_initialised() else 1
     if transport == "distributed" and num_processes < 2:
         raise ProcessError(
@@ -73,17 +77,41 @@ def _is_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _initialise() -> None:
+def _initialise(limit_s: float) -> None:
     """As `dist.init_process_group` does, but each attempt of an elastic launcher starts from an empty store.
 
     The launcher's store keeps the addresses of the attempt before, and gloo waits for those who are dead
     (pytorch #135957, #135712; seen with torch 2.13). Drop this when torch does the like itself.
+
+    And it begins when all have come: who waits in it can neither be told nor told to stop.
     """
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= _num_local() else "gloo"
-    store, rank, num_processes = next(iter(rendezvous("env://")))
+    num_processes, limit = int(os.environ["WORLD_SIZE"]), timedelta(seconds=limit_s)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"pipeloom/attempt_{attempt}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=num_processes)
+    try:
+        # As if there were one: else the process that keeps the store waits in here until all have connected to it.
+        store, rank, _ = next(iter(rendezvous("env://", int(os.environ["RANK"]), 1, timeout=limit)))
+        store.set_timeout(default_pg_timeout)
+        own = PrefixStore(f"pipeloom/attempt_{attempt}", store)
+        Rendezvous(PrefixStore("pipeloom", own), rank, num_processes, limit_s).arrive()
+        dist.init_process_group(backend, store=own, rank=rank, world_size=num_processes)
+    except dist.DistError as error:
+        raise not_connected(error) from error
+
+
+def not_connected(error: RuntimeError) -> PipeloomError:
+    """What to raise because torch's store failed: who keeps it may be gone, and there may be nobody else to say so."""
+    is_lost = isinstance(error, dist.DistNetworkError) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if isinstance(error, PipeloomError):
+        return error
+    rank = os.environ.get("RANK")
+    if is_lost and rank != "0":
+        cause = Cause(0, "lost", "the start", f"rank 0, who keeps the store of all ranks, can't be reached: {error}")
+        return PeerFailed(f"rank {rank} stops, because rank {cause.rank} failed\n\n{cause}", cause=cause)
+    return ProcessError(
+        f"torch.distributed failed to bring the processes together: {error}",
+        "its store is kept by rank 0, or by torchrun: their own output says whether they failed before",
+    )
 
 
 def _num_local() -> int:
