@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 
 from pipeloom.cost import Costs
-from pipeloom.ir import Action, Kind, Placement, Schedule
+from pipeloom.ir import Action, Kind, Links, Placement, Schedule
 from pipeloom.ir.relations import waits_for
 
 F, B, I, W, R = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE  # noqa: E741
@@ -23,9 +23,20 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def runnable_schedules(draw: st.DrawFn) -> Schedule:
+def links_of(draw: st.DrawFn, num_stages: int) -> Links:
+    """Any pairs of stages that are no neighbours, forward and, apart from those, backward."""
+    pairs = [(first, later) for later in range(num_stages) for first in range(later - 1)]
+    some = st.sets(st.sampled_from(pairs)) if pairs else st.just(set())
+    return Links(tuple(draw(some)), tuple((later, first) for first, later in draw(some)))
+
+
+@st.composite
+def runnable_schedules(draw: st.DrawFn, *, has_links: bool = False, has_replicas: bool = False) -> Schedule:
     """A schedule whose order is one in which everything could happen, one after another."""
     placement = draw(placements())
+    if has_replicas:
+        placement = Placement(placement.ranks, tuple(draw(st.permutations(placement.ranks))))
+    links = draw(links_of(placement.num_stages)) if has_links else Links()
     num_microbatches = draw(st.integers(1, 4))
     due = [
         Action(kind, stage, microbatch)
@@ -33,16 +44,17 @@ def runnable_schedules(draw: st.DrawFn) -> Schedule:
         for microbatch in range(num_microbatches)
         for kind in draw(st.sampled_from([(F, B), (F, I, W), (F, R, B), (F, R, I, W)]))
     ]
-    programs: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    for action in _any_order(draw, due, placement.num_stages):
-        programs[placement.rank_of(action.stage)].append(action)
-    return Schedule(placement, tuple(map(tuple, programs)), num_microbatches)
+    empty = Schedule(placement, ((),) * placement.num_ranks, num_microbatches, links=links)
+    made = empty.with_programs([a for a in due if empty.holds(r, a)] for r in range(empty.num_ranks))
+    order = list(_any_order(draw, due, made))
+    return made.with_programs([a for a in order if made.holds(r, a)] for r in range(made.num_ranks))
 
 
-def _any_order(draw: st.DrawFn, due: list[Action], num_stages: int) -> Iterable[Action]:
-    held, done = frozenset(due), set()
+def _any_order(draw: st.DrawFn, due: list[Action], schedule: Schedule) -> Iterable[Action]:
+    before = {action: set(waits_for(action, schedule)) for action in due}
+    done: set[Action] = set()
     while len(done) < len(due):
-        ready = [a for a in due if a not in done and done.issuperset(waits_for(a, num_stages, held))]
+        ready = [a for a in due if a not in done and done >= before[a]]
         chosen = draw(st.sampled_from(ready))
         done.add(chosen)
         yield chosen
@@ -69,5 +81,5 @@ def costs_for(draw: st.DrawFn, num_stages: int) -> Costs:
 @st.composite
 def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     """Both, for the same number of stages."""
-    made = draw(runnable_schedules())
+    made = draw(runnable_schedules(has_links=draw(st.booleans())))
     return made, draw(costs_for(made.num_stages))

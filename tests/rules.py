@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from pipeloom.ir import Action, Kind, Schedule
+from pipeloom.ir import Action, Kind, Links, Schedule
 
 F, B, I, W, R = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE  # noqa: E741
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -35,7 +35,9 @@ def is_complete(schedule: Schedule) -> bool:
             is_backward_sent = counts[SEND_B] + counts[RECV_B] > 0
             if not is_computed or max(counts.values()) > 1 or (schedule.is_forward_only and is_backward_sent):
                 return False
-    return not found
+    skips = {at: count for at, count in found.items() if at[1].peer is not None and at[1].kind in _OTHER}
+    ranks = schedule.placement.ranks
+    return skips == dict(found) and all(count == 1 and rank == ranks[a.stage] for (rank, a), count in skips.items())
 
 
 def has_matching_transfers(schedule: Schedule) -> bool:
@@ -57,6 +59,12 @@ def due_transfers(schedule: Schedule) -> Iterator[Action]:
             if not schedule.is_forward_only:
                 yield Action(SEND_B, stage + 1, microbatch)
                 yield Action(RECV_B, stage, microbatch)
+    backward = () if schedule.is_forward_only else schedule.links.backward
+    for pairs, send, receive in ((schedule.links.forward, SEND_F, RECV_F), (backward, SEND_B, RECV_B)):
+        for (source, to), microbatch in itertools.product(pairs, range(schedule.num_microbatches)):
+            if ranks[source] != ranks[to]:
+                yield Action(send, source, microbatch, to)
+                yield Action(receive, to, microbatch, source)
 
 
 def channels(schedule: Schedule) -> tuple[dict[Channel, list[Action]], dict[Channel, list[Action]]]:
@@ -70,8 +78,13 @@ def channels(schedule: Schedule) -> tuple[dict[Channel, list[Action]], dict[Chan
     return sends, receives
 
 
+_OTHER = {SEND_F: (RECV_F, 1), RECV_F: (SEND_F, -1), SEND_B: (RECV_B, -1), RECV_B: (SEND_B, 1)}
+
+
 def _other(action: Action) -> Action:
-    kind, step = {SEND_F: (RECV_F, 1), RECV_F: (SEND_F, -1), SEND_B: (RECV_B, -1), RECV_B: (SEND_B, 1)}[action.kind]
+    kind, step = _OTHER[action.kind]
+    if action.peer is not None:
+        return Action(kind, action.peer, action.microbatch, action.stage)
     return Action(kind, action.stage + step, action.microbatch)
 
 
@@ -87,7 +100,10 @@ def can_end(schedule: Schedule, buffers_per_channel: int = 1) -> bool:
 def edges(schedule: Schedule, buffers_per_channel: int) -> Graph:
     """Per action, what has to be done before it."""
     held = set(schedule)
-    graph: Graph = {action: {before for before in _values(action, held) if before in held} for action in held}
+    graph: Graph = {
+        action: {before for before in (*_values(action, held), *_skips(action, schedule.links, held)) if before in held}
+        for action in held
+    }
     for program in schedule.programs:
         for before, after in itertools.pairwise(program):
             graph[after].add(before)
@@ -116,3 +132,16 @@ def _values(action: Action, held: set[Action]) -> list[Action]:
         SEND_B: backward,
     }
     return uses.get(action.kind, [])
+
+
+def _skips(action: Action, links: Links, held: set[Action]) -> Iterator[Action]:
+    """Whose values it uses that skipped stages."""
+    is_forward, stage, microbatch = action.kind is F, action.stage, action.microbatch
+    receive, send, makers = (RECV_F, SEND_F, [F]) if is_forward else (RECV_B, SEND_B, [B, I])
+    pairs = links.forward if is_forward else links.backward if action.kind in (B, I) else ()
+    for source in [source for source, to in pairs if to == stage]:
+        received = Action(receive, stage, microbatch, source)
+        if received in held:
+            yield from (received, Action(send, source, microbatch, stage))
+        else:
+            yield from (Action(kind, source, microbatch) for kind in makers)

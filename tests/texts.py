@@ -1,16 +1,22 @@
 """Schedules written as text: one line per rank, in the notation of `pipeloom.ir.notation`."""
 
-from pipeloom.ir import Placement, Schedule
+from pipeloom.ir import Links, Placement, Schedule
+from pipeloom.ir.links import NO_LINKS
 from pipeloom.ir.notation import format_program, parse_action
 
 
 def schedule_of(
-    text: str, *, ranks: tuple[int, ...] | None = None, num_microbatches: int = 1, is_forward_only: bool = False
+    text: str,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    num_microbatches: int = 1,
+    is_forward_only: bool = False,
+    links: Links = NO_LINKS,
 ) -> Schedule:
     """A schedule of the programs in ``text``, one line per rank; by default stage ``s`` is on rank ``s``."""
     programs = tuple(tuple(map(parse_action, line.split())) for line in text.strip().splitlines())
     placement = Placement(ranks if ranks is not None else tuple(range(len(programs))))
-    return Schedule(placement, programs, num_microbatches, is_forward_only)
+    return Schedule(placement, programs, num_microbatches, is_forward_only, links=links)
 
 
 def text_of(schedule: Schedule) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeloom import errors, testing
-    from pipeloom.batch.microbatches import Replicated
+    from pipeloom.batch.microbatches import PerSample, Replicated
     from pipeloom.cost import Costs
     from pipeloom.errors import PipeloomError, PipeloomWarning
     from pipeloom.ir import Action, Kind, Placement, Schedule, Span, Timeline
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeloom.pipeline import Pipeline
     from pipeloom.schedules import schedule
     from pipeloom.sim import simulate
+    from pipeloom.splitting.description import split
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "Costs",
     "Kind",
     "Limits",
+    "PerSample",
     "Pipeline",
     "PipeloomError",
     "PipeloomWarning",
@@ -37,6 +39,7 @@ __all__ = [
     "errors",
     "schedule",
     "simulate",
+    "split",
     "testing",
     "verify",
 ]
@@ -50,12 +53,14 @@ _HOMES = {
     "PipeloomError": "errors",
     "PipeloomWarning": "errors",
     "Placement": "ir",
+    "PerSample": "batch.microbatches",
     "Replicated": "batch.microbatches",
     "Schedule": "ir",
     "Span": "ir",
     "Timeline": "ir",
     "schedule": "schedules",
     "simulate": "sim",
+    "split": "splitting.description",
     "verify": "ir.verify",
 }
 

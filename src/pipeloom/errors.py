@@ -10,11 +10,13 @@
     │   └── InvalidSchedule      `verify` found violations
     ├── CostError                costs that do not fit the schedule
     ├── SplitError               a model that cannot be cut as asked
+    │   └── UncuttableCode       what its own code does allows no such cut: names its line or module
     ├── BatchError               inputs that cannot be cut into micro-batches, or outputs that cannot be merged
     ├── LossError                a loss or target that cannot be used
     │   └── NonFiniteLoss        NaN or infinity: names the step and the micro-batch
     ├── RuntimeStateError        a pipeline used when it cannot be
     ├── DrawError                random numbers that would depend on who runs a unit
+    ├── ParityError              a pipelined step that computes something else than the model: `comparison` says what
     ├── ProcessError             processes that do not find each other, or do not do the same
     │   └── SaidElsewhere        another rank has found what is wrong, and says it
     ├── PeerFailed               another process failed, was killed, stalled or ended: `cause` says which and where
@@ -77,6 +79,10 @@ class SplitError(PipeloomError, ValueError):
     """A model that cannot be cut into the stages that were asked for."""
 
 
+class UncuttableCode(SplitError):
+    """What the model's own code does allows no such cut; other cuts, or a change of that code, help."""
+
+
 class BatchError(PipeloomError, ValueError):
     """Inputs that cannot be cut into micro-batches, or outputs that cannot be merged."""
 
@@ -105,6 +111,18 @@ class RuntimeStateError(PipeloomError, RuntimeError):
 
 class DrawError(PipeloomError, RuntimeError):
     """Random numbers inside a unit that would depend on which rank runs it, and when."""
+
+
+class ParityError(PipeloomError, RuntimeError):
+    """A pipelined step that does not compute what the un-pipelined model computes.
+
+    Attributes:
+        comparison: of the loss and every gradient (`pipeloom.parity.Comparison`).
+    """
+
+    def __init__(self, message: str, hint: str | None = None, *, comparison: Any) -> None:
+        super().__init__(message, hint)
+        self.comparison = comparison
 
 
 class ProcessError(PipeloomError, RuntimeError):
@@ -147,3 +165,11 @@ def near(given: str, known: Iterable[str]) -> str | None:
     """Return "did you mean …?" for the known names closest to ``given``, or None."""
     matches = difflib.get_close_matches(given.lower(), list(known), n=3, cutoff=0.4)
     return f"did you mean {' or '.join(repr(match) for match in matches)}?" if matches else None
+
+
+def one_of(given: Any, known: Iterable[str], name: str, error: type[PipeloomError]) -> Any:
+    """``given`` if it is one of the known words, else an ``error`` that names them."""
+    words = list(known)
+    if given not in words:
+        raise error(f"{name}={given!r} was given; one of {', '.join(map(repr, words))} is needed")
+    return given

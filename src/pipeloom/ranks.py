@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pipeloom.batch.losses import LossRule
 from pipeloom.errors import ProcessError, SplitError, UnsupportedShape
-from pipeloom.processes import DistributedRuntime, TransportName, World, find_world
+from pipeloom.processes import Company, DistributedRuntime, World
 from pipeloom.programs import Programs
 from pipeloom.runtime.local import LocalRuntime
+from pipeloom.runtime.replicas import Second
+from pipeloom.runtime.selective import RunAgain
 from pipeloom.runtime.stage import Stage
-from pipeloom.splitting import Share, Split, Ties
+from pipeloom.splitting import Replica, Share, Split, Ties
+from pipeloom.splitting.named import named
 
 Devices = Sequence[torch.device | str | int]
 
@@ -37,63 +40,86 @@ class Ranks:
 def place(
     made: Split,
     ties: Ties,
+    replica: Replica | None,
     programs: Programs,
     rule: LossRule,
-    transport: TransportName,
+    company: Company | None,
     devices: Devices | None,
-    limit_s: float,
 ) -> Ranks:
     """Put the stages where they run.
 
     Args:
         made: the cut model.
         ties: its tied weights.
+        replica: the second one, where the placement has two.
         programs: of the pipeline.
         rule: its loss, which may hold weights.
-        transport: threads or processes.
+        company: the processes that are ranks; None: ranks are threads.
         devices: one per rank; None leaves the model where it is.
-        limit_s: how long a process waits for another.
 
     Raises:
         UnsupportedShape: there are not as many devices as ranks.
         SplitError: the loss uses a weight that will be in another process.
         ProcessError: there are not as many processes as ranks, or they do not find each other.
     """
-    world, num_ranks = find_world(transport), programs.placement.num_ranks
+    num_ranks = programs.placement.num_ranks
     places = None if devices is None else _checked(devices, num_ranks)
-    if world is None:
+    if company is None:
         here = range(made.num_stages)
-        stages = [_stage(index, made, programs, places or [None] * num_ranks) for index in here]
-        return Ranks(frozenset(here), Share(made, ties, here), LocalRuntime(stages, programs.placement))
+        where = places or [None] * num_ranks
+        stages = _stages(here, made, programs, where)
+        runtime = LocalRuntime(list(stages.values()), programs.placement, _second(replica, here, programs, where))
+        return Ranks(frozenset(here), Share(made, ties, here), runtime)
+    world = company.world
     if world.num_ranks != num_ranks:
         raise _other_number(world, programs)
     _check_loss(made, ties, rule)
-    return _as_process(world, made, ties, programs, places or [world.device] * num_ranks, limit_s)
+    return _as_process(company, made, ties, replica, programs, places or [world.device] * num_ranks)
 
 
 def _as_process(
-    world: World,
+    company: Company,
     made: Split,
     ties: Ties,
+    replica: Replica | None,
     programs: Programs,
     places: Sequence[torch.device | None],
-    limit_s: float,
 ) -> Ranks:
     placement = programs.placement
-    here = placement.stages_of(world.rank)
+    here = placement.stages_of(company.world.rank, 0)
     share = Share(made, ties, here)
-    facts, weights = _facts(made, programs), _weights(made)
-    share.release()
-    stages = {index: _stage(index, made, programs, places) for index in here}
-    channels = programs.training(programs.checked(None)).channels
-    has_ties = any(ties.crossing(placement.stages_of(rank)) for rank in range(world.num_ranks))
-    runtime = DistributedRuntime(world, stages, placement, channels, ties.crossing(here), limit_s, has_ties=has_ties)
+    channels = _channels(made, programs)
+    _again(made, programs)  # a wrong name is refused while the model is whole
     try:
-        runtime.meet(facts, weights)
+        company.compare(_facts(made, programs), _weights(made))
+    except BaseException:
+        ties.undo()  # the model as it was found: this may be tried again
+        raise
+    closing: Company | DistributedRuntime = company
+    try:  # from here on the model is not whole any more
+        share.release()
+        there = placement.stages_of(company.world.rank, 1) if replica else ()
+        if replica is not None:
+            replica.free(there)
+        stages = _stages(here, made, programs, places)
+        second = _second(replica, there, programs, places)
+        has_ties = any(ties.crossing(placement.stages_of(rank, 0)) for rank in range(placement.num_ranks))
+        closing = runtime = DistributedRuntime(
+            company, stages, placement, channels, ties.crossing(here), second, has_ties=has_ties
+        )
+        runtime.meet()
     except BaseException as error:
-        runtime.close_after(error)
+        closing.close_after(error)
         raise
     return Ranks(frozenset(here), share, runtime)
+
+
+def _channels(made: Split, programs: Programs) -> frozenset[tuple[int, int]]:
+    """Between ranks that send to each other; without a chain that may change with the inputs, so between all."""
+    if made.cut is None:
+        return programs.training(programs.checked(None)).channels
+    ranks = range(programs.placement.num_ranks)
+    return frozenset((one, other) for one in ranks for other in ranks if one != other)
 
 
 def _facts(made: Split, programs: Programs) -> dict[str, str]:
@@ -102,9 +128,9 @@ def _facts(made: Split, programs: Programs) -> dict[str, str]:
     cuts = [[unit.name for unit in units] for units in made.stages]
     return {
         "torch": torch.__version__,
-        "the placement": str(programs.placement.ranks),
+        "the placement": str((programs.placement.ranks, programs.placement.opposed)),
         "where the model is cut": str(cuts),
-        "recompute": str(sorted(programs.recomputed)),
+        "recompute": str([*sorted(programs.recomputed), *programs.recomputed_names]),
         "the model (a checksum of its names and shapes)": f"{zlib.crc32(str(shapes).encode()):08x}",
     }
 
@@ -112,6 +138,8 @@ def _facts(made: Split, programs: Programs) -> dict[str, str]:
 def _weights(made: Split) -> str:
     """A checksum of some numbers of every weight, to tell models apart that were initialised differently."""
     checksum = 0
+    if any(each.is_meta for each in made.root.parameters()):
+        return ""  # read from the same files
     for parameter in made.root.parameters():
         if parameter.device.type == "cpu" and parameter.layout is torch.strided and parameter.numel():
             corner = parameter.detach().flatten()[:4].resolve_conj().resolve_neg().contiguous()
@@ -144,9 +172,42 @@ def check_num_ranks(given: int | None, num_ranks: int) -> None:
         )
 
 
-def _stage(index: int, made: Split, programs: Programs, places: Sequence[torch.device | None]) -> Stage:
-    device, has_recompute = places[programs.placement.rank_of(index)], index in programs.recomputed
-    return Stage(index, made.stages[index], device=device, has_recompute=has_recompute)
+def _second(
+    replica: Replica | None, here: Iterable[int], programs: Programs, places: Sequence[torch.device | None]
+) -> Second | None:
+    return None if replica is None else Second(_stages(here, replica.split, programs, places, replica=1), replica)
+
+
+def _stages(
+    here: Iterable[int],
+    made: Split,
+    programs: Programs,
+    places: Sequence[torch.device | None],
+    replica: int = 0,
+) -> dict[int, Stage]:
+    again = _again(made, programs)
+    return {index: _stage(index, made, places[programs.placement.rank_of(index, replica)], again) for index in here}
+
+
+def _again(made: Split, programs: Programs) -> list[list[RunAgain]]:
+    """Per stage, the modules that run again in the backward; what several places share is one."""
+    known: dict[int, RunAgain] = {}
+    return [
+        list(dict.fromkeys(known.setdefault(id(module), RunAgain(name, module)) for name, module in stage))
+        for stage in named(made, programs.recomputed_names, "recompute")
+    ]
+
+
+def _stage(index: int, made: Split, device: torch.device | None, again: Sequence[Sequence[RunAgain]]) -> Stage:
+    cut = made.cut
+    return Stage(
+        index,
+        made.stages[index],
+        device=device,
+        part=None if cut is None else cut.part(index, device),
+        parents=None if cut is None else cut.parents(index),
+        again=again[index],
+    )
 
 
 def _other_number(world: World, programs: Programs) -> ProcessError:

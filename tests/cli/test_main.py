@@ -13,6 +13,7 @@ from pipeloom import cli
 from pipeloom.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
+NAMES = " ".join(cli.COMMANDS)
 
 
 def process(*arguments, **options):
@@ -32,7 +33,14 @@ def train(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(["--help"], "help"), (["show", "--help"], "help_show"), (["simulate", "-h"], "help_simulate")],
+    [
+        (["--help"], "help"),
+        (["show", "--help"], "help_show"),
+        (["simulate", "-h"], "help_simulate"),
+        (["split", "--help"], "help_split"),
+        (["compare", "--help"], "help_compare"),
+        (["convert", "--help"], "help_convert"),
+    ],
 )
 def test_help_is_pinned(arguments, name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
@@ -48,9 +56,9 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command was given\nhint: the commands are show simulate train checkpoint; see pipeloom --help"),
+        ([], f"no command was given\nhint: the commands are {NAMES}; see pipeloom --help"),
         (["shwo"], "'shwo' is no command\nhint: did you mean 'show'?"),
-        (["zzz"], "'zzz' is no command\nhint: the commands are show simulate train checkpoint"),
+        (["zzz"], f"'zzz' is no command\nhint: the commands are {NAMES}"),
         (["--versoin"], "'--versoin' is no command\nhint: did you mean '--version' or 'train' or 'checkpoint'?"),
     ],
 )

@@ -53,6 +53,7 @@ def test_json_of_forward_only(capsys):
         "longest_rank_span": 2,
         "peak_held_to_input_grad": [0, 0],
         "peak_held_to_weight_grad": [0, 0],
+        "peak_versions_held": [1, 1],
     }
 
 
@@ -89,8 +90,8 @@ def test_lowered_schedule_from_a_file(capsys, tmp_path):
 
 
 WRONG = {
-    "": "no schedule was given\nhint: name one of gpipe 1f1b, or a file with --from",
-    "1f1 -p 4 -m 8": "schedule '1f1' is unknown; the known ones are gpipe, 1f1b\nhint: did you mean '1f1b'?",
+    "": "no schedule was given\nhint: name one of gpipe 1f1b eager-1f1b",
+    "1f1 -p 4 -m 8": "schedule '1f1' is unknown; the known ones are gpipe, 1f1b, eager-1f1b",
     "1f1b -p 0 -m 8": "argument -p/--ranks: 0 was given; at least 1 is needed",
     "1f1b -p -2 -m 8": "argument -p/--ranks: -2 was given; at least 1 is needed",
     "1f1b -p 4 -m many": "argument -m/--micro-batches: 'many' was given; a whole number is needed",
@@ -104,7 +105,11 @@ WRONG = {
     "1f1b gpipe -p 4 -m 8": "'gpipe' is one argument too many",
     "1f1b -p 4 -m 8 --csv --json": "argument --json: not allowed with argument --csv",
     "1f1b -p 3 --stages 4 -m 8": "4 stages and 3 ranks were given; every rank must hold as many",
-    "1f1b -p 2 --stages 4 -m 8": "schedule '1f1b' was asked for with 2 stages per rank; it holds exactly 1",
+    "1f1b -p 2 --stages 4 -m 8": "schedule '1f1b' was asked for with 2 ranks × 2 stages per rank; it holds exactly 1",
+    "1f1b -p 2 -m 4 --group-size 2": "option 'group_size' was given to schedule '1f1b'; it has none of its own",
+    "1f1b -p 2 -m 4 --micro-batches-per-update 2": "option 'microbatches_per_update' was given to schedule '1f1b'; it",
+    "pipedream-2bw -p 4 -m 8 --micro-batches-per-update 2": "schedule 'pipedream-2bw' was asked for with 2 micro",
+    "--from x.csv --group-size 2": "--from was given with --group-size; the file says all there is to say",
     "1f1b -p 9 -m 99999999": "a schedule of 1,799,999,982 actions was asked for; at most 4,000,000 fit",
     "--from nowhere.csv": "schedule file 'nowhere.csv' does not exist",
     "--from . ": "schedule file '.' cannot be read",
@@ -191,3 +196,13 @@ def test_colour_can_be_forced(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[32mB7---\x1b[0m" in output(capsys, "show 1f1b -p 4 -m 8")
+
+
+def test_batches_of_a_schedule_that_updates_weights(capsys):
+    drawn = output(capsys, "show pipedream-2bw -p 2 -m 8 --micro-batches-per-update 4")
+    assert "Weights are updated after the last backward of micro-batches 3 7\n" in drawn
+
+
+def test_group_size_and_own_stages_per_rank(capsys):
+    drawn = output(capsys, "show interleaved --stages 4 -m 4 --group-size 4 --json")
+    assert json.loads(drawn)["programs"][0][:5] == ["0F0", "0F1", "0F2", "0F3", "2F0"]

@@ -40,6 +40,7 @@ def test_keys_are_pinned(capsys):
         "peak_activation_bytes",
         "peak_held_to_input_grad",
         "peak_held_to_weight_grad",
+        "peak_versions_held",
     ]
 
 
@@ -129,3 +130,61 @@ def test_wrong_value_is_one_message(capsys, arguments):
     assert captured.out == ""
     assert captured.err.startswith(f"pipeloom: error: {WRONG[arguments]}")
     assert captured.err.count("error:") == 1
+
+
+def test_recomputation_is_shown_with_what_it_costs_and_saves(capsys):
+    more = "--recompute all --bytes-held-to-input-grad 100 --bytes-held-to-recompute 5"
+    late, early = [output(capsys, f"v-min -p 4 -m 8 {more}{each}").splitlines() for each in ("", " --early")]
+    without = "Without recomputation: makespan 59 s, activations at most 400 400 400 400 bytes"
+    assert "Makespan: 75 s" in late
+    assert late[-1] == without
+    assert "Makespan: 70 s" in early
+    assert early[-2:] == [
+        without,
+        "With each R right before its backward: makespan 75 s, activations at most 115 115 115 115 bytes",
+    ]
+
+
+def test_recomputation_in_figures(capsys):
+    shown = figures(capsys, "1f1b -p 2 -m 2 --recompute 0 --forward 2,1")
+    assert shown["others"] == {"Without recomputation": {"makespan_s": 10.0, "peak_activation_bytes": [0, 0]}}
+    assert shown["makespan_s"] == 12.0
+    own = figures(capsys, "gpipe-recompute -p 2 -m 3 --early")
+    assert list(own["others"]) == ["Without recomputation", "With each R right before its backward"]
+
+
+def test_early_recomputation_has_a_limit(capsys):
+    shown = [
+        figures(capsys, f"hanayo -p 4 -m 8 --recompute all --early --bytes-held-to-input-grad 100{limit}")
+        for limit in ("", " --max-activation-bytes 300")
+    ]
+    assert max(shown[0]["peak_activation_bytes"]) > 300 >= max(shown[1]["peak_activation_bytes"])
+    assert shown[0]["makespan_s"] < shown[1]["makespan_s"] < 82
+
+
+def test_receive_buffers_are_counted(capsys):
+    more = "--receive-slots 3 --transfer-bytes-per-s 100 --boundary-bytes 10"
+    assert output(capsys, f"gpipe -p 3 -m 4 {more}").splitlines()[-2:] == [
+        "Receive buffers, at most: 3 3 3 messages, by GPU",
+        "Their size: 30 30 30 bytes, by GPU",
+    ]
+    assert output(capsys, "1f1b -p 3 -m 4 --receive-slots 1").splitlines()[-1] == (
+        "Receive buffers, at most: 1 1 1 messages, by GPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--recompute 0,4", "stage 4 was given to --recompute; there are 4, from 0 on"),
+        ("--recompute some", "'some' was given; all, or numbers of stages are needed, as 0,2,3"),
+        ("--receive-slots 0", "0 was given; at least 1 is needed"),
+    ],
+)
+def test_memory_options_that_do_not_fit(capsys, given, message):
+    try:
+        code = main(["simulate", "1f1b", *SHAPE.split(), *given.split()])
+    except SystemExit as ended:  # argparse's way
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err

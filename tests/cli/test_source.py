@@ -44,3 +44,8 @@ def test_three_that_do_not_fit(num_ranks, num_stages, stages_per_rank):
 def test_counts_that_do_not_fit(given_counts, message):
     with pytest.raises(UnsupportedShape, match=message):
         shape(*given_counts)
+
+
+@given(counts, counts)
+def test_the_schedules_own_stages_per_rank_by_default(num_ranks, own):
+    assert shape(num_ranks, None, None, own) == shape(None, num_ranks * own, None, own) == (num_ranks, own)

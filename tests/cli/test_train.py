@@ -161,6 +161,7 @@ def test_every_flag_has_a_unique_name():
         (["--launch", "2", "--train.steps", "x"], "command line: train.steps was given 'x'"),
         (["--launch", "2", "--resume", "--stop-after", "0"], "--stop_after was given 0"),
         (["--pipeline.schedule", "1f1"], "schedule '1f1' is unknown"),
+        (["--pipeline.schedule", "pipedream"], "'pipedream', which updates weights before a step is over"),
         (["--pipeline.num_stages", "9"], "9 stages were asked for"),
         (["--data.paths", "nowhere.txt"], "cannot read the data path 'nowhere.txt'"),
         (["--data.paths", "empty"], "there is no text in empty"),

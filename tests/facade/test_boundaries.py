@@ -291,3 +291,24 @@ def test_inputs_made_in_inference_mode(recompute):
     with pl.Pipeline(model, num_stages=2, num_microbatches=3, loss_fn=mean_square, recompute=recompute) as pipe:
         assert torch.isfinite(pipe.step(tokens))
         assert model[1].weight.grad is not None
+
+
+class Hooked(nn.Module):
+    """Changes the gradient of its input by a hook."""
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda grad: 3 * grad)
+        return x.sum(-1, keepdim=True)  # whose gradient comes expanded
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_hook_on_a_stages_input_counts(schedule):
+    model, x = nn.Sequential(nn.Linear(32, 32), Hooked()), torch.ones(8, 32)
+    whole = copy.deepcopy(model)
+    with pl.Pipeline(model, num_stages=2, schedule=schedule, num_microbatches=4, loss_fn=torch.mean) as pipe:
+        for _ in range(2):  # the first step finds out that the stage only reads its input
+            pipe.step(x)
+            torch.autograd.backward([whole(part).mean() / 4 for part in x.chunk(4)])
+        gradients = [(each.grad, other.grad) for each, other in zip(pipe.parameters(), whole.parameters(), strict=True)]
+        assert all(torch.equal(one, other) for one, other in gradients)

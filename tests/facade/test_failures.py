@@ -42,12 +42,12 @@ class Trips(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.where = None
-        self.num_forwards = 0
+        self.forwards = []  # a list: a recompute finds plain counters as its forward did
         self.num_before = 0
 
     def forward(self, value):
-        self.num_forwards += 1
-        if self.where == "F" or (self.where == "R" and self.num_forwards > self.num_before):
+        self.forwards.append(len(value))
+        if self.where == "F" or (self.where == "R" and len(self.forwards) > self.num_before):
             self.trip_over()
         value = self.linear(value)
         return FailsInBackward.apply(value) if self.where == "B" else value
@@ -79,7 +79,7 @@ def test_exception_of_a_stage_reaches_the_caller(schedule, stage, where):
     with pl.Pipeline(model, num_stages=3, **options) as pipe:
         pipe.step(rows(6)) if where == "F" else None
         trips.where, before = where, gradients(pipe)
-        trips.num_forwards, trips.num_before = 0, first_recompute(pipe.schedule, stage)
+        trips.forwards, trips.num_before = [], first_recompute(pipe.schedule, stage)
         with pytest.raises(ZeroDivisionError, match="went wrong") as caught:
             pipe.step(rows(6))
         where_in_code = "backward" if where == "B" else "trip_over"
@@ -419,6 +419,45 @@ def test_steps_of_two_threads():
         other.join(LIMIT_S)
         assert pipe.step_index == 1
         assert torch.isfinite(pipe.step(rows(4)))
+
+
+class Residual(nn.Module):
+    """No chain, so it is cut by running it; notes each run of its own code, also one without numbers."""
+
+    runs: list[int] = []  # noqa: RUF012  (of the class: each stage has an instance of its own)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linears(2)
+
+    def forward(self, value):
+        self.runs.append(len(value))
+        return value + self.second(value + self.first(value))
+
+
+def test_refused_step_of_another_thread_runs_nothing():
+    is_running, may_end = threading.Event(), threading.Event()
+    model = Residual()
+    with pl.Pipeline(model, num_stages=2, num_microbatches=1, loss_fn=mean_square, example_args=(rows(4),)) as pipe:
+        model.first.register_forward_hook(lambda *_: is_running.set() or waits(may_end))
+        other = threading.Thread(target=pipe.step, args=(rows(4),))
+        other.start()
+        waits(is_running)
+        before = [*Residual.runs]
+        with pytest.raises(RuntimeStateError, match="running a step already, in this or another thread"):
+            pipe.step(rows(6))
+        assert Residual.runs == before
+        may_end.set()
+        other.join(LIMIT_S)
+        assert torch.isfinite(pipe.step(rows(6)))
+
+
+@pytest.mark.parametrize("call", ["step", "__call__"])
+def test_pipeline_that_was_closed_before_its_model_was_cut(call):
+    pipe = pl.Pipeline(Residual(), num_stages=2, loss_fn=mean_square)
+    pipe.close()
+    with pytest.raises(RuntimeStateError, match=r"the pipeline is closed\nhint: make a new one from the model"):
+        getattr(pipe, call)(rows(4))
 
 
 def test_step_inside_a_step():

@@ -35,6 +35,25 @@ class Own(nn.Sequential):
         return value
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = chain(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.right, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, value):
+        return self.left(value) + self.right(value)
+
+
+class Again(Branches):
+    def forward(self, value):
+        return self.left[1](self.right(self.left[1](value)))
+
+
+def branches(model=None, **options):
+    pl.split(model or Branches(), (zeros(2, 4),), **options)
+
+
 def shared():
     layer = nn.Linear(4, 4)
     return chain(layer, nn.Tanh(), layer)
@@ -81,7 +100,7 @@ CASES = {
     "cuts out of order": lambda: pl.Pipeline(chain(), cuts=[2, 1]),
     "cuts that are none": lambda: pl.Pipeline(chain(), cuts=2),
     "cuts against stages": lambda: pl.Pipeline(chain(), cuts=[1], num_stages=3),
-    "not a chain": lambda: pl.Pipeline(Own(nn.Tanh()), num_stages=2),
+    "not a chain": lambda: pl.Pipeline(Own(nn.Tanh()), num_stages=2).group,
     "not a model": lambda: pl.Pipeline(3),
     "a list of other things": lambda: pl.Pipeline([nn.Tanh(), "relu"]),
     "a list and cuts": lambda: pl.Pipeline([nn.Tanh(), nn.Tanh()], cuts=[1]),
@@ -110,6 +129,21 @@ CASES = {
     "NaN": lambda: step(loss_fn=lambda output: output.mean() * math.nan),
     "nothing counts": lambda: step(loss_fn=lambda output: (output.sum() * 0, 0)),
     "gradients switched off": without_gradients,
+    "a module to split without inputs": lambda: pl.split(Branches(), num_stages=2),
+    "no model to split": lambda: pl.split("model", num_stages=2),
+    "more stages than calls": lambda: branches(num_stages=9),
+    "cuts that are one name": lambda: branches(cuts="right"),
+    "cuts that are one number": lambda: branches(cuts=2),
+    "cuts that have no order": lambda: branches(cuts={"right"}),
+    "cuts of two kinds": lambda: branches(cuts=[1, "right"]),
+    "a cut at a name that nobody has": lambda: branches(cuts=["rihgt"]),
+    "a cut at a module that is not called": lambda: branches(cuts=["spare"]),
+    "a cut inside of what stays whole": lambda: branches(cuts=["right.weight"]),
+    "names out of order": lambda: branches(cuts=["right", "left.1"]),
+    "the same cut twice": lambda: branches(cuts=["right", "right"]),
+    "an index of no call": lambda: branches(cuts=[1, 9]),
+    "names against stages": lambda: branches(cuts=["right"], num_stages=3),
+    "a cut between calls that write": lambda: branches(Again(), cuts=[1]),
     "closed": closed,
     "no timeline": untraced,
 }

@@ -98,7 +98,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_fence_says_what_it_holds(page: Path) -> None:
     fences = re.findall(r"^```(.*)$", page.read_text("utf-8"), re.MULTILINE)
-    assert {*fences[::2]} <= {"python", "console", "sh", "text", "toml", "json", "ini"}
+    assert {*fences[::2]} <= {"python", "console", "sh", "text", "py", "toml", "json", "ini"}
     assert {*fences[1::2]} <= {""}
 
 

@@ -25,7 +25,7 @@ def test_a_room_over_its_budget_is_marked() -> None:
     assert lines.room_table(SOURCES)[1:] == [
         "     1       -  __init__.py",
         "   121     120  errors.py  over budget",
-        "     2     700  ir",
+        "     2     900  ir",
     ]
 
 

@@ -58,6 +58,33 @@ def test_autocast_around_the_forward_only():
         assert_same_gradients(pipe, reference)
 
 
+class Twice(nn.Module):
+    """Uses its input twice under autocast, and once as it is, as post-norm attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.one(x).float()) * torch.sigmoid(self.two(x).float()) + x
+
+
+def test_autocast_casts_a_stages_input_once_for_each_use():
+    """autocast keeps the casts of leaves, so a stage whose input is a leaf added two gradients up in bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Twice() for _ in range(4)))
+    reference, inputs, target = copy.deepcopy(model), *torch.randn(2, 8, 16)
+    with pl.Pipeline(model, num_stages=stages(4), num_microbatches=2, loss_fn=nn.functional.mse_loss) as pipe:
+        for _ in range(3):  # the first step looks whether stages write into their inputs
+            with torch.autocast("cpu", torch.bfloat16):
+                pipe.step(inputs, target=target)
+            for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = nn.functional.mse_loss(reference(x), y) / 2
+                loss.backward()
+            assert_same_gradients(pipe, reference)
+
+
 def _sum_and_count(logits, targets):
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return losses, (targets != -1).sum()

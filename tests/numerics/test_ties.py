@@ -55,6 +55,23 @@ def test_tied_weights_equal_a_plain_loop_but_for_the_order_of_a_sum():
             torch.testing.assert_close(found.grad, reference.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("change", [lambda g: g * torch.arange(17)[:, None], lambda g: g.clamp(-1e-3, 1e-3)])
+def test_hooks_of_a_tied_weight_change_the_shares_of_the_oracle_too(change, schedule):
+    """They were called for the embedding's share alone there, and for those of all stages in the pipeline."""
+    model = _tied()
+    reference = copy.deepcopy(model)
+    for each in (model, reference):
+        each[0].weight.register_hook(change)
+    inputs, target = CASES["transformer"].batch(8)
+    options = {"loss_fn": token_loss, "num_microbatches": 4, "cuts": [1, 3]}
+    with pl.Pipeline(model, schedule=schedule, **options) as pipe:
+        for step_index in range(2):
+            pipe.step(inputs, target=target)
+            sequential_step(reference, inputs, target=target, step_index=step_index, **options)
+            assert_same_gradients(pipe, reference)
+
+
 @pytest.mark.in_one_process
 def test_a_tied_weight_is_counted_once_and_named_as_ever():
     model = _tied()

@@ -213,7 +213,7 @@ def test_threads_are_torchs(layer: Layer) -> None:
         ({"pipeline": {"num_stages": 50}}, SplitError, "50 stages were asked for, but the model has 5 layers"),
         ({"pipeline": {"num_stages": 3, "cuts": [3, 2]}}, SplitError, r"cuts=\[3, 2\] were given"),
         ({"model": {"factory": "nowhere:gpt"}}, ConfigError, "there is no module 'nowhere'"),
-        ({"model": {"factory": "torch.nn:Identity"}}, SplitError, "only an nn.Sequential"),
+        ({"model": {"factory": "torch.nn:Identity"}}, SplitError, "forward was seen to call none of its modules"),
     ],
 )
 def test_bad_input_makes_no_folder(layer: Layer, flags: dict[str, Any], error: type[Exception], message: str) -> None:

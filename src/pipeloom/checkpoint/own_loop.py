@@ -96,7 +96,7 @@ def save_checkpoint(
         scheduler: of learning rates.
         scaler: of gradients, as `torch.amp.GradScaler`.
         extra: what else must come back, as the position in the text: numbers, text, and lists and dicts of them.
-        group: the ranks that save together; by default the pipeline's. A `Saver` has its own.
+        group: the ranks that save together; by default the pipeline's. A `Saver` may have its own.
 
     Returns:
         The checkpoint's folder. With a `Saver` it appears later.
@@ -107,7 +107,7 @@ def save_checkpoint(
     snapshot = snapshot_of(pipe, optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     group = group or group_of(pipe)
     if isinstance(place, Saver):
-        place.save(snapshot)
+        place.save(snapshot, group)
         return place.store.path_of(snapshot.step_index)
     if isinstance(place, CheckpointStore):
         return place.save(snapshot, group=group)

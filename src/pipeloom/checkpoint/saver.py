@@ -28,7 +28,8 @@ class Saver:
 
     Args:
         store: where they go, and how many are kept.
-        group: the ranks that save together. All of them make the same calls, from their main threads.
+        group: the ranks that save together; None: those of the first save. All of them make the same calls, from
+            their main threads.
         limit_s: how long ranks wait for each other's parts.
 
     Attributes:
@@ -36,11 +37,11 @@ class Saver:
         saved_step: the step of the newest one that is whole, None before the first.
     """
 
-    def __init__(self, store: CheckpointStore, group: Group = ALONE, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, store: CheckpointStore, group: Group | None = None, limit_s: float = LIMIT_S) -> None:
         self.store = store
         self.failed_saves = 0
         self.saved_step: int | None = None
-        self._group = group
+        self._own_group = group
         self._limit_s = limit_s
         self._copies = Copies()
         self._preparation: threading.Thread | None = None
@@ -54,6 +55,10 @@ class Saver:
         """Whether a save is on its way."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def _group(self) -> Group:
+        return ALONE if self._own_group is None else self._own_group
+
     def prepare(self, make: Callable[[], Snapshot]) -> None:
         """Get the memory of the copies in the background, once: else the first save stops several times as long.
 
@@ -64,8 +69,12 @@ class Saver:
             self._preparation = threading.Thread(target=self._copies.reserve, args=(parts_of(make()),), daemon=True)
             self._preparation.start()
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, group: Group | None = None) -> None:
         """Copy a snapshot and begin to write it; collective. Returns as soon as training may change the tensors.
+
+        Args:
+            snapshot: what is saved.
+            group: the ranks that save together, if that was not said before.
 
         Raises:
             CheckpointError: there is a checkpoint of that step, ranks save different steps, or the snapshot holds
@@ -73,6 +82,7 @@ class Saver:
         """
         self._settle()
         self._last_failure = None
+        self._own_group = group if self._own_group is None else self._own_group
         if self._preparation is not None:
             self._preparation.join()
         parts, head = parts_of(snapshot), head_of(snapshot)

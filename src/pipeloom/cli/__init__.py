@@ -17,6 +17,10 @@ from pipeloom.errors import PeerFailed, PipeloomError, near
 COMMANDS = {
     "show": "draw and describe a schedule",
     "simulate": "predict when each action of a schedule runs, from what it costs",
+    "compare": "simulate every schedule for the same ranks and costs",
+    "convert": "write a schedule as the CSV of torch.distributed.pipelining",
+    "split": "print how a model of yours is cut into stages",
+    "check": "compare a step of a model of yours with a pipeline and without",
     "train": "train a model through a pipeline",
     "checkpoint": "look at checkpoints, check them, and make one file of one",
 }
@@ -41,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `pipeloom` with these arguments, by default those of the process.
 
     Returns:
-        0; 1 after the failure of another rank; 2 after a wrong value, with one message on stderr; 130 after Ctrl-C;
+        0; 1 after the failure of another rank, or if a check found something; 2 after a wrong value, with one message
+        on stderr; 130 after Ctrl-C;
         141 if nobody reads the output.
     """
     write_anything(sys.stdout)

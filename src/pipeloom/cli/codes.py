@@ -7,7 +7,7 @@ from typing import Final
 FAILED: Final = 1
 """`pipeloom train`: a rank failed, by an exception, a kill or a stall."""
 FOUND_FAULTS: Final = 1
-"""`pipeloom checkpoint verify` found damage."""
+"""`pipeloom checkpoint verify` found damage; `pipeloom check` a model that does not pipeline, or a difference."""
 WRONG_VALUE: Final = 2
 """Whatever the user can put right."""
 INTERRUPTED: Final = 130

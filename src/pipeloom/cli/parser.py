@@ -52,6 +52,28 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(WRONG_VALUE)
 
 
+def add_model(parser: Parser, more: str = "") -> None:
+    """The options of a command that cuts a model of the user's; ``more`` is said of the model."""
+    parser.add_argument(
+        "model",
+        metavar="MODULE:FACTORY",
+        help="a function without arguments that returns an nn.Module, (module, inputs) or (module, args, kwargs); or "
+        f"a module{more}",
+    )
+    parser.add_argument("--stages", metavar="N", type=count, help="parts that the model is cut into")
+    parser.add_argument(
+        "--cuts",
+        metavar="A,B",
+        type=places,
+        help="where stages begin: names of modules, or indices of calls of units; or as many sizes as stages; or auto",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns a dict of keyword arguments, a tuple of positional ones, or (args, kwargs)",
+    )
+
+
 class _Formatter(argparse.HelpFormatter):
     """The same help on every Python and in every terminal: argparse's own changes with both."""
 
@@ -85,3 +107,15 @@ def number(text: str) -> float:
 def per_stage(text: str) -> float | list[float]:
     """A number for all stages, or one per stage with commas between, for argparse."""
     return [number(part) for part in text.split(",")] if "," in text else number(text)
+
+
+def places(text: str) -> list[int] | list[str] | None:
+    """Whole numbers, or names, with commas between, for argparse; "auto" is as none."""
+    if text == "auto":
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; numbers or names are needed, with commas between")
+    if all(part.isdecimal() for part in parts):
+        return [int(part) for part in parts]
+    return parts

@@ -8,6 +8,7 @@ from pipeloom.cli.parser import Parser
 from pipeloom.cli.source import USAGE, add_schedule_options, schedule_of
 from pipeloom.cli.terminal import columns_of, is_coloured
 from pipeloom.cost import Costs
+from pipeloom.ir import Kind
 from pipeloom.ir.notation import format_csv
 from pipeloom.report import describe, draw, figures_in_ticks, whole
 from pipeloom.sim import simulate
@@ -30,7 +31,8 @@ def run(argv: list[str]) -> int:
     for line in describe(timeline):
         print(line)
     if not schedule.is_forward_only:
-        print(f"Makespan: {whole(timeline.makespan_s)} ticks (F, I and W take 1, B takes 2)")
+        of_one_tick = "F, R, I and W" if any(each.kind is Kind.RECOMPUTE for each in schedule) else "F, I and W"
+        print(f"Makespan: {whole(timeline.makespan_s)} ticks ({of_one_tick} take 1, B takes 2)")
     return 0
 
 

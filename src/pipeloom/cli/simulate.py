@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 
-from pipeloom.cli.parser import Parser, number, per_stage
+from pipeloom.cli.parser import Parser, count, number, per_stage
 from pipeloom.cli.source import USAGE, add_schedule_options, schedule_of
 from pipeloom.cli.terminal import columns_of, is_coloured
 from pipeloom.cost import Costs, read_costs
-from pipeloom.errors import CostError
-from pipeloom.ir import Timeline
+from pipeloom.errors import CostError, UnsupportedShape
+from pipeloom.ir import Schedule, Timeline
+from pipeloom.passes import add_recompute, add_transfers, early_recompute, post_receives_early, without_recompute
 from pipeloom.report import describe, draw, figures_in_seconds, shortest_action_s
+from pipeloom.report.memory import describe_others, describe_receives, figures_of_others
 from pipeloom.sim import simulate
 
 _PAGE_COLUMNS = 160
@@ -35,24 +38,76 @@ _COSTS = (
 def run(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parser().parse(argv)
-    schedule = schedule_of(options)
-    timeline = simulate(schedule, costs_of(options, schedule.num_stages))
+    schedule = schedule_of(options, lambda num_stages: costs_of(options, num_stages))
+    costs = costs_of(options, schedule.num_stages)
+    timeline, others = _simulated(schedule, costs, options)
     if options.json:
         import json
 
-        print(json.dumps(figures_in_seconds(timeline)))
+        more = {"others": figures_of_others(others)} if others else {}
+        print(json.dumps({**figures_in_seconds(timeline), **more}))
         return 0
     print(_drawing(timeline))
     for line in _description(timeline):
         print(line)
+    for line in describe_others(others):
+        print(line)
+    if options.receive_slots is not None:
+        lowered = post_receives_early(add_transfers(timeline.schedule), options.receive_slots)
+        for line in describe_receives(lowered, costs.boundary_bytes):
+            print(line)
     return 0
+
+
+def _simulated(schedule: Schedule, costs: Costs, options: argparse.Namespace) -> tuple[Timeline, dict[str, Timeline]]:
+    """What was asked for, and beside it the same work with less recomputation, or none."""
+    run = partial(simulate, costs=costs)
+    made = schedule if options.recompute is None else add_recompute(schedule, _stages(options.recompute, schedule))
+    late, others = run(made), {}
+    if without_recompute(made) != made:
+        others["Without recomputation"] = run(without_recompute(made))
+    if not options.early:
+        return late, others
+    others["With each R right before its backward"] = late
+    return run(early_recompute(made, run, held=costs, max_bytes=options.max_activation_bytes)), others
+
+
+def _stages(given: list[int], schedule: Schedule) -> list[int]:
+    wrong = [stage for stage in given if stage >= schedule.num_stages]
+    if wrong:
+        raise UnsupportedShape(f"stage {wrong[0]} was given to --recompute; there are {schedule.num_stages}, from 0 on")
+    return given or list(range(schedule.num_stages))
 
 
 def parser() -> Parser:
     """The command's options."""
     made = Parser("simulate", USAGE, "Predict when each action of a schedule runs, from what each costs.")
     add_schedule_options(made)
-    group = made.add_argument_group(
+    add_cost_options(made)
+    group = made.add_argument_group("memory")
+    group.add_argument(
+        "--recompute", metavar="STAGES", type=_chosen, help="run the forward again before backwards: all, or 0,2,3"
+    )
+    group.add_argument("--early", action="store_true", help="and in a wait of the rank before that, where R fits")
+    group.add_argument(
+        "--max-activation-bytes", metavar="N", type=count, help="of a rank, that --early may lead to; default: any"
+    )
+    group.add_argument("--receive-slots", metavar="N", type=count, help="count buffers of receives posted N ahead")
+    made.add_argument("--json", action="store_true", help="print the figures as JSON, in seconds and bytes")
+    return made
+
+
+def _chosen(text: str) -> list[int]:
+    """Stages by number; none of them means all."""
+    parts = [] if text == "all" else text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; all, or numbers of stages are needed, as 0,2,3")
+    return [int(part) for part in parts]
+
+
+def add_cost_options(parser: Parser) -> None:
+    """What actions cost, option by option or in a file."""
+    group = parser.add_argument_group(
         "costs", "A number for all stages or one for each, with commas between: 1.0 or 1.0,1.2,1.1,1.5"
     )
     for option, name, kind, default, text in _COSTS:
@@ -60,8 +115,6 @@ def parser() -> Parser:
         metavar = "X" if kind is number else "X[,X…]"
         group.add_argument(option, dest=name, metavar=metavar, type=kind, help=text + shown)
     group.add_argument("--costs", metavar="FILE", help="read the costs from a JSON or TOML file, instead of options")
-    made.add_argument("--json", action="store_true", help="print the figures as JSON, in seconds and bytes")
-    return made
 
 
 def costs_of(options: argparse.Namespace, num_stages: int) -> Costs:

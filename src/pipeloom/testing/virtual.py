@@ -13,74 +13,89 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.cost import Costs
+from pipeloom.errors import CostError
+from pipeloom.halves import splittable
 
 
 class VirtualStage(nn.Module):
     """A stage that returns its input after ``forward_s`` seconds, and its gradient after ``backward_s``.
 
     Args:
-        forward_s: seconds that a forward of one micro-batch takes.
+        forward_s: seconds that a forward of one micro-batch takes, and a recompute.
         backward_s: seconds that its whole backward takes.
+        weight_grad_s: what of them is the weight's. Where the backward comes in two halves, W takes it, and I the rest.
+
+    Raises:
+        CostError: ``weight_grad_s`` is more than the whole backward, or negative.
     """
 
-    def __init__(self, forward_s: float = 0.01, backward_s: float = 0.02) -> None:
+    def __init__(self, forward_s: float = 0.01, backward_s: float = 0.02, weight_grad_s: float = 0.0) -> None:
         super().__init__()
         self.forward_s = forward_s
-        self.backward_s = backward_s
+        self.input_grad_s = _input_grad_s(backward_s, weight_grad_s)
+        self.weight_grad_s = weight_grad_s
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
         """``(batch, ...)`` → the same; what autograd does for this stage is part of its time."""
         end_s = time.perf_counter() + self.forward_s
-        backward = _Backward(self.backward_s)
-        weight: Tensor = self.weight
-        # The backward has to wait on its way out even where nobody asks for the gradient of the input.
-        if value.requires_grad:
-            value = _Wait.apply(value, backward)  # type: ignore[no-untyped-call]
-        else:
-            weight = _Wait.apply(weight, backward)  # type: ignore[no-untyped-call]
-        result: Tensor = _Begin.apply(value, weight, backward)  # type: ignore[no-untyped-call]
+        clock = _Clock()
+        if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
+            value = value.detach().requires_grad_()  # I takes its time even where nobody asks for the gradient
+        waited = _Wait.apply(value, clock, self.input_grad_s)  # type: ignore[no-untyped-call]
+        result: Tensor = _passed(waited, self.weight, clock, self.weight_grad_s)
         _wait_until(end_s)
         return result
 
 
-class _Backward:
-    """One backward of a stage, which begins at the stage's output and ends at its input."""
+class _Clock:
+    """Until when the walk of a backward has come, in its stage's own time."""
 
-    __slots__ = ("duration_s", "end_s")
+    __slots__ = ("now_s",)
 
-    def __init__(self, duration_s: float) -> None:
-        self.duration_s = duration_s
-        self.end_s = 0.0
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def wait(self, duration_s: float) -> None:
+        """Spend time of the stage; what ran meanwhile is part of it."""
+        self.now_s += duration_s
+        _wait_until(self.now_s)
+
+
+@splittable
+def _passed(value: Tensor, weight: Tensor, clock: _Clock, weight_grad_s: float) -> Tensor:
+    waited = _Wait.apply(weight, clock, weight_grad_s)  # type: ignore[no-untyped-call]
+    result: Tensor = _Begin.apply(value, waited, clock)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Begin(torch.autograd.Function):
-    """Where the gradient comes in: from here on the stage's time runs, and its weight gets its gradient."""
+    """Where a walk begins, that of a whole backward, of I or of W: from here on the stage's time runs."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, backward: _Backward) -> Tensor:
-        ctx.backward_time = backward
+    def forward(ctx: Any, value: Tensor, weight: Tensor, clock: _Clock) -> Tensor:
+        ctx.clock = clock
         ctx.weight_grad = torch.zeros_like(weight)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.backward_time.end_s = time.perf_counter() + ctx.backward_time.duration_s
+        ctx.clock.now_s = time.perf_counter()
         return grads[0], ctx.weight_grad, None
 
 
 class _Wait(torch.autograd.Function):
-    """Where the gradient goes out: not before the stage's time is over."""
+    """Where a gradient goes out: not before its time is over. Autograd comes here if somebody wants the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, backward: _Backward) -> Tensor:
-        ctx.backward_time = backward
+    def forward(ctx: Any, value: Tensor, clock: _Clock, duration_s: float) -> Tensor:
+        ctx.clock, ctx.duration_s = clock, duration_s
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _wait_until(ctx.backward_time.end_s)
-        return grads[0], None
+        ctx.clock.wait(ctx.duration_s)
+        return grads[0], None, None
 
 
 def _wait_until(end_s: float) -> None:
@@ -89,11 +104,26 @@ def _wait_until(end_s: float) -> None:
         time.sleep(left_s)
 
 
-def virtual_stages(num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02) -> list[nn.Module]:
+def virtual_stages(
+    num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02, weight_grad_s: float = 0.0
+) -> list[nn.Module]:
     """Stages for `pipeloom.Pipeline` that take the same times each."""
-    return [VirtualStage(forward_s, backward_s) for _ in range(num_stages)]
+    return [VirtualStage(forward_s, backward_s, weight_grad_s) for _ in range(num_stages)]
 
 
-def virtual_costs(num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02) -> Costs:
-    """What `pipeloom.simulate` needs to know of them; the backward is not split, so all of it is input gradient."""
-    return Costs.uniform(num_stages, forward_s=forward_s, input_grad_s=backward_s, weight_grad_s=0.0)
+def virtual_costs(
+    num_stages: int, forward_s: float = 0.01, backward_s: float = 0.02, weight_grad_s: float = 0.0
+) -> Costs:
+    """What `pipeloom.simulate` needs to know of them."""
+    input_grad_s = _input_grad_s(backward_s, weight_grad_s)
+    return Costs.uniform(num_stages, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+
+
+def _input_grad_s(backward_s: float, weight_grad_s: float) -> float:
+    if not 0 <= weight_grad_s <= backward_s:
+        raise CostError(
+            f"weight_grad_s={weight_grad_s:g} was given with backward_s={backward_s:g}; the gradient of the weight is "
+            "a part of the whole backward",
+            "give the seconds of both halves together as backward_s",
+        )
+    return backward_s - weight_grad_s

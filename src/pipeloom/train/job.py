@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from pipeloom.errors import DataError, PeerFailed, PipeloomError, PipeloomWarning
+from pipeloom.errors import ConfigError, DataError, PeerFailed, PipeloomError, PipeloomWarning
 from pipeloom.launch.together import Job, NoJob, find_job, from_first, gathered, num_started, together
 from pipeloom.pipeline import Pipeline
 from pipeloom.train.batches import Batches, held_out_windows
@@ -117,7 +117,15 @@ def _pipeline(config: TrainingConfig) -> tuple[nn.Module, Pipeline]:
         cuts=list(config.pipeline.cuts) or None,
         seed=config.train.seed,
         trace=True,
+        example_args=(torch.zeros(1, config.model.sequence_length, dtype=torch.long),),
     )
+    if pipe.schedule.updates:
+        pipe.close()
+        raise ConfigError(
+            f"pipeline.schedule is {pipe.schedule.name!r}, which updates weights before a step is over; this loop "
+            "clips gradients by the norm of all stages and has one optimizer, so it needs the end of each step",
+            "take a synchronous schedule, or train in a loop of your own with pipe.stream (docs/asynchronous.md)",
+        )
     return model, pipe
 
 

@@ -1,0 +1,72 @@
+"""`python -m benchmarks.torch_schedules`, small; how fast anything is is no test's business."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.torch_schedules import __main__ as command
+from benchmarks.torch_schedules.trial import CLASSES, Trial
+from benchmarks.torch_schedules.worker import medians, one_stage_s, steps_s
+
+
+def found(trial):
+    step_s = trial.simulated_s
+    return {
+        "steps_s": {"pipeloom": [1.03 * step_s] * 3, "torch": [1.1 * step_s] * 3},
+        "one_stage_s": {"F": 0.01, "I": 0.0104, "W": 0.0102},
+    }
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    monkeypatch.setattr(command, "result_of_processes", lambda worker, count, given: found(Trial(**given)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_both_run_in_the_same_processes(name, capsys):
+    code = command.main(
+        ["--schedules", name, "--sizes", "2x4", "--forward-ms", "1", "--rounds", "1", "--steps", "2", "--json"]
+    )
+    (row,) = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert row["excess"]["pipeloom"]["num_steps"] == row["excess"]["torch"]["num_steps"] == 2
+    assert row["ratio"] == pytest.approx(row["excess"]["pipeloom"]["median"] / row["excess"]["torch"]["median"])
+    assert all(seconds >= 0.001 for seconds in row["one_stage_s"].values())
+
+
+def test_every_schedule_has_a_line(pretended, capsys):
+    assert command.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == 2 * list(CLASSES)
+    assert all(" 0.30 met " in line for line in lines)
+    assert lines[0].split()[-3:] == ["10.00", "10.40", "10.20"]
+
+
+def test_json_has_seconds(pretended, capsys):
+    command.main(["--json", "--schedules", "gpipe", "--forward-ms", "10"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["simulated_s"], row["ratio"]) == (pytest.approx(0.33), pytest.approx(0.3))
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [("--schedules", "zb-h1", "torch has gpipe"), ("--sizes", "4", "sizes like 4x8,8x32 are needed")],
+)
+def test_what_cannot_be_ends_with_one_message(option, given, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([option, given])
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_lasts_from_the_first_rank_to_the_last():
+    first, second = {"torch": [(1.0, 2.0), (3.0, 4.5)]}, {"torch": [(1.1, 2.5), (2.9, 4.0)]}
+    assert steps_s([first, second]) == {"torch": [1.5, 1.5]}
+
+
+def test_one_stage_waits_in_torchs_halves_too():
+    torch.manual_seed(0)
+    seconds = one_stage_s(Trial("zb-v", 2, 4, 0.002, 1, 1))
+    assert list(seconds) == ["F", "I", "W"]
+    assert min(seconds.values()) >= 0.002
+    assert medians([{"F": 1.0}, {"F": 9.0}, {"F": 2.0}]) == {"F": 2.0}
