@@ -31,13 +31,25 @@ def seen_by_processes(trial: Trial) -> list[dict[str, Any]]:
     Raises:
         TrialFailed: a process failed, or they did not end in time.
     """
+    seen: list[dict[str, Any]] = result_of_processes("benchmarks.peers.worker", trial.num_processes, asdict(trial))
+    return seen
+
+
+def result_of_processes(worker: str, num_processes: int, given: dict[str, Any]) -> Any:
+    """Run a module in processes of its own; return what it wrote, as JSON, into the file that its last argument names.
+
+    Args:
+        worker: the module; its first argument is ``given`` as JSON.
+
+    Raises:
+        TrialFailed: a process failed, or they did not end in time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "seen.json")
-        count = ["--nproc-per-node", str(trial.num_processes)]
-        worker = ["-m", "benchmarks.peers.worker", json.dumps(asdict(trial)), str(result)]
-        _run([sys.executable, "-m", "torch.distributed.run", "--standalone", *count, *worker])
-        seen: list[dict[str, Any]] = json.loads(result.read_text())
-        return seen
+        count = ["--nproc-per-node", str(num_processes)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *count]
+        _run([*command, "-m", worker, json.dumps(given), str(result)])
+        return json.loads(result.read_text())
 
 
 def _run(command: list[str]) -> None:

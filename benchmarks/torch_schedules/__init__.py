@@ -1,0 +1,1 @@
+"""torch's own schedules beside the same ones of Pipeloom: `python -m benchmarks.torch_schedules`."""
