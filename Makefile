@@ -2,6 +2,7 @@
 #   make venv     .venv with everything for development
 #   make train    train a small GPT through a two-stage pipeline     ARGS="--train.steps 50"
 #   make test     every test, with coverage                          ARGS="-k verify"
+#   make test-zoo 30 real models, in .venv-zoo                       ARGS="-k llama"
 #   make lint     style, types, arrows between rooms, guard rails, lines per file
 #   make bench    the benchmarks
 # PYTHON=…  the interpreter to build .venv with (3.11 or newer)
@@ -11,7 +12,7 @@ BIN := .venv/bin
 REQUIREMENTS := pyproject.toml requirements/ci.txt tools/make_venv.sh
 ARGS ?=
 
-.PHONY: help venv train test lint bench
+.PHONY: help venv train test test-zoo lint bench
 .NOTPARALLEL:
 
 help:
@@ -32,6 +33,13 @@ train: .venv/.installed-run
 
 test: .venv/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
+
+.venv-zoo/.installed: pyproject.toml requirements/zoo.txt tools/make_zoo_venv.sh | .venv/.installed-run
+	@sh tools/make_zoo_venv.sh
+	@touch $@
+
+test-zoo: .venv-zoo/.installed
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -n 2 tests/zoo $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
