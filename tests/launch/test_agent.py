@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (FOLDER, "PIPELOOM_LAUNCHER_PID"):
         monkeypatch.setenv(name, "")
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """No signal is ignored, also where the tests run under nohup or in a script's background.
+
+    Two of these tests once waited there for the end of ranks that nobody ended, as the launcher rightly left the
+    signals ignored.
+    """
+    usual = {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, usual.get(number, signal.SIG_DFL)) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def launched(body: str, num_ranks: int = 2, max_restarts: int = 0) -> tuple[Ended, list[str]]:
