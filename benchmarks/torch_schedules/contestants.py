@@ -1,4 +1,4 @@
-"""The two, each used as its own documentation says."""
+"""The three: two libraries, each used as its own documentation says, and what is left without any."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 import pipeloom as pl
+from benchmarks.devices.threads import by_hand as works_by_hand
+from benchmarks.torch_schedules.by_hand import HandMade, connected
 from benchmarks.torch_schedules.trial import CLASSES, Trial
 from pipeloom.testing import virtual_stages
 
@@ -59,4 +61,16 @@ def torch_pipelining(trial: Trial) -> Contestant:
     return Contestant(step)
 
 
-CONTESTANTS: dict[str, Callable[[Trial], Contestant]] = {"pipeloom": pipeloom, "torch": torch_pipelining}
+def by_hand(trial: Trial) -> Contestant:
+    """A loop for this very rank and no other purpose; nothing is checked, counted, or noted."""
+    made, rank = trial.made, dist.get_rank()
+    work = works_by_hand(virtual_stages(made.num_stages, *trial.times_s), torch.zeros(1, 1))
+    loop = HandMade(made, rank, connected(rank, made.num_ranks), work)
+    return Contestant(loop.step, loop.close)
+
+
+CONTESTANTS: dict[str, Callable[[Trial], Contestant]] = {
+    "pipeloom": pipeloom,
+    "torch": torch_pipelining,
+    "by_hand": by_hand,
+}
