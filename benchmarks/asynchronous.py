@@ -1,13 +1,16 @@
 """Does training without a flush come as far? Held-out losses of PipeDream and 2BW beside synchronous training.
 
     python -m benchmarks.asynchronous [--steps 750] [--stages 2] [--micro-batches N] [--width 192] [--beta1 0.9]
-        [--learning-rate 0.002] [--schedules NAMES]
+        [--learning-rate 0.002] [--nu 1.0] [--schedules NAMES]
 
 The default run of `pipeloom train`: its model, text, batches, AdamW, warm-up, cosine and number of updates, from the
-same weights. Nothing is tuned unless an option says so: gradients of old weights act like momentum (Mitliagkas et al.,
-2016), so a stream may want a smaller ``--beta1``. What differs is the schedule, and that each stage of a stream clips
-its gradients by their own norm, because nobody has the norm of all stages before the first one has to update. Losses
-are in nats per byte; a ratio is to the first schedule of the list.
+same weights. Nothing is tuned unless an option says so. A gradient that comes one update late lets Adam bear a tenth or
+less of the curvature that it bears otherwise, because momentum goes on pushing where it should already brake. ``--nu``
+takes QHAdam instead (Ma and Yarats, "Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019; from
+pytorch_optimizer), whose step is ν of the momentum and 1 − ν of the gradient itself, and so brakes sooner. What differs
+else is the schedule, and that each stage of a stream clips its gradients by their own norm, because nobody has the norm
+of all stages before the first one has to update. Losses are in nats per byte; a ratio is to the first schedule of the
+list.
 """
 
 from __future__ import annotations
@@ -43,10 +46,13 @@ class Run:
         config: of the run.
         num_stages: how many.
         num_microbatches: of a batch in a stream; None: as the schedule has it.
+        nu: of QHAdam, the share of the momentum in a step; 1: AdamW, as the run has it.
     """
 
-    def __init__(self, config: TrainingConfig, num_stages: int, num_microbatches: int | None = None) -> None:
-        self.config, self.num_stages, self.num_microbatches = config, num_stages, num_microbatches
+    def __init__(
+        self, config: TrainingConfig, num_stages: int, num_microbatches: int | None = None, nu: float = 1.0
+    ) -> None:
+        self.config, self.num_stages, self.num_microbatches, self.nu = config, num_stages, num_microbatches, nu
         length = config.model.sequence_length
         corpus = load_corpus(config.data.paths, config.data.held_out_fraction, length)
         made = Batches(
@@ -82,9 +88,26 @@ class Run:
             "seconds": seconds,
         }
 
+    def optimizer(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The run's own AdamW, or QHAdam with the same groups."""
+        config = self.config.optimizer
+        usual = make_optimizer(SimpleNamespace(parameters=lambda: weights), config)  # type: ignore[arg-type]
+        if self.nu == 1:
+            return usual
+        from pytorch_optimizer import QHAdam  # here: it takes seconds to import
+
+        return QHAdam(
+            [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in usual.param_groups],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            nus=(self.nu, 1.0),
+            weight_decouple=True,
+            eps=config.epsilon,
+        )
+
     def in_steps(self, pipe: pl.Pipeline) -> list[float]:
         """As `pipeloom train` does."""
-        optimizer, losses = make_optimizer(pipe, self.config.optimizer), []
+        optimizer, losses = self.optimizer(list(pipe.parameters())), []
         for step, (inputs, targets) in enumerate(self.batches):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, len(self.batches), self.config.optimizer)
@@ -99,7 +122,7 @@ class Run:
         config = self.config.optimizer
 
         def optimizer(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-            made = make_optimizer(SimpleNamespace(parameters=lambda: weights), config)  # type: ignore[arg-type]
+            made = self.optimizer(weights)
             made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(weights, config.clip_norm) and None)
             return made
 
@@ -130,6 +153,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=ModelConfig().width)
     parser.add_argument("--beta1", type=float, default=OptimizerConfig().beta1)
     parser.add_argument("--learning-rate", type=float, default=OptimizerConfig().learning_rate)
+    parser.add_argument("--nu", type=float, default=1.0, help="below 1: QHAdam with this share of momentum in a step")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -139,7 +163,7 @@ def main() -> None:
         optimizer=OptimizerConfig(beta1=options.beta1, learning_rate=options.learning_rate),
     )
     torch.set_num_threads(config.train.threads)
-    run, rows = Run(config, options.stages, options.micro_batches), []
+    run, rows = Run(config, options.stages, options.micro_batches, options.nu), []
     for name in options.schedules.split(","):
         row = run.measure(name)
         rows.append(row)
@@ -152,7 +176,17 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        print(json.dumps({"steps": options.steps, "stages": options.stages, "beta1": options.beta1, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "steps": options.steps,
+                    "stages": options.stages,
+                    "beta1": options.beta1,
+                    "nu": options.nu,
+                    "rows": rows,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":
