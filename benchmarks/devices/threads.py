@@ -25,6 +25,9 @@ def threads_s(schedule: Schedule, works: Sequence[Work]) -> float:
     Args:
         schedule: computations only.
         works: per rank what its actions do.
+
+    Raises:
+        BaseException: what one of the works raised; the other threads end too.
     """
     needs = {action: _values_needed(schedule, action) for action in schedule}
     messages: dict[tuple[Action, Action], SimpleQueue[Any]] = {
@@ -34,11 +37,21 @@ def threads_s(schedule: Schedule, works: Sequence[Work]) -> float:
     for (need, _), queue in messages.items():
         receivers.setdefault(need, []).append(queue)
 
+    failures: list[BaseException] = []
+
     def run(rank: int) -> None:
-        for action in schedule.program(rank):
-            value = works[rank](action, [messages[need, action].get() for need in needs[action]])
-            for queue in receivers.get(action, ()):
-                queue.put(value)
+        try:
+            for action in schedule.program(rank):
+                given = [messages[need, action].get() for need in needs[action]]
+                if failures:
+                    return
+                value = works[rank](action, given)
+                for queue in receivers.get(action, ()):
+                    queue.put(value)
+        except BaseException as error:
+            failures.append(error)
+            for queue in messages.values():  # whoever waits goes on, and finds it
+                queue.put(None)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(schedule.num_ranks)]
     start_s = time.perf_counter()
@@ -46,6 +59,8 @@ def threads_s(schedule: Schedule, works: Sequence[Work]) -> float:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
     return time.perf_counter() - start_s
 
 

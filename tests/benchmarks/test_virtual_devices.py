@@ -64,3 +64,15 @@ def test_the_loop_by_hand_does_what_a_step_does(name):
     assert seen.keys() == schedule.actions
     assert {value.item() for value in seen.values() if value is not None} == {1.0, 3.0}
     assert all(stage.weight.grad is not None for stage in stages)
+
+
+@pytest.mark.parametrize("which", ["0F1", "1F0", "1B2"])
+def test_a_thread_that_dies_ends_all(which):
+    """The others once waited for its values forever, and the benchmark with them."""
+
+    def work(action, _):
+        if str(action) == which:
+            raise ValueError(f"died in {which}")
+
+    with pytest.raises(ValueError, match=f"died in {which}"):
+        threads_s(pl.schedule("1f1b", num_ranks=2, num_microbatches=3), [work] * 2)
