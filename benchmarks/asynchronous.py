@@ -4,13 +4,12 @@
         [--learning-rate 0.002] [--nu 1.0] [--schedules NAMES]
 
 The default run of `pipeloom train`: its model, text, batches, AdamW, warm-up, cosine and number of updates, from the
-same weights. Nothing is tuned unless an option says so. A gradient that comes one update late lets Adam bear a tenth or
-less of the curvature that it bears otherwise, because momentum goes on pushing where it should already brake. ``--nu``
-takes QHAdam instead (Ma and Yarats, "Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019; from
-pytorch_optimizer), whose step is ν of the momentum and 1 − ν of the gradient itself, and so brakes sooner. What differs
-else is the schedule, and that each stage of a stream clips its gradients by their own norm, because nobody has the norm
-of all stages before the first one has to update. Losses are in nats per byte; a ratio is to the first schedule of the
-list.
+same weights. Nothing is tuned unless an option says so. With a gradient that comes one update late Adam bears much less
+curvature, because momentum goes on pushing where it should already brake (docs/asynchronous.md). ``--nu`` takes QHAdam
+instead (Ma and Yarats, "Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019; of pytorch_optimizer), whose
+step is ν of the momentum and 1 − ν of the gradient itself, and so brakes sooner. What differs else is the schedule, and
+that each stage of a stream clips its gradients by their own norm, because nobody has the norm of all stages before the
+first one has to update. Losses are in nats per byte; a ratio is to the first schedule of the list.
 """
 
 from __future__ import annotations
@@ -176,17 +175,8 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "steps": options.steps,
-                    "stages": options.stages,
-                    "beta1": options.beta1,
-                    "nu": options.nu,
-                    "rows": rows,
-                }
-            )
-        )
+        given = {name: getattr(options, name) for name in ("steps", "stages", "beta1", "nu")}
+        print(json.dumps(given | {"rows": rows}))
 
 
 if __name__ == "__main__":

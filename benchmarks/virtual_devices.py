@@ -3,12 +3,14 @@
     python -m benchmarks.virtual_devices [--schedules 1f1b,zb-v] [--sizes 4x8,8x32] [--steps 5] [--json]
 
 For every schedule that the runtime runs, 4 ranks × 8 micro-batches and 8 × 32, stages that wait 10 ms for F, I and W
-each, and 20 ms for B: the time of `Pipeline.step` ÷ the simulated makespan, and the same for two things beside it that
-take turns with it in one run:
+each, and 20 ms for B: the time of `Pipeline.step` ÷ the simulated makespan, and the same for what stands beside it and
+takes turns with it in one run:
 
 - bare threads that only sleep in the same pattern: what the machine's clock and its threads cost;
 - loops of torch by hand, a thread per rank: the same stages with detach, backward and a queue, and nothing else. What
-  they cost more than bare threads is autograd's; it is much on a thread that just woke up.
+  they cost more than bare threads is autograd's; it is much on a thread that just woke up;
+- stages alone: the makespan simulated with what F, B, I and W of a single stage take, one after another on a thread of
+  its own. Nothing is passed on and nobody is waited for: it is about what autograd takes by itself.
 
 The figures compared are the medians' excesses over 1.
 """
@@ -16,6 +18,7 @@ The figures compared are the medians' excesses over 1.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -27,18 +30,21 @@ import torch
 import pipeloom as pl
 from benchmarks.devices.sizes import sizes
 from benchmarks.devices.threads import by_hand, sleeping, threads_s
+from pipeloom.cost import Costs
 from pipeloom.errors import PipeloomError
+from pipeloom.ir import Action, Kind
 from pipeloom.schedules.registry import ENTRIES
 from pipeloom.testing import virtual_costs, virtual_stages
 
 TIMES_S = (0.01, 0.02, 0.01)
 """Of F, of B, and of W, whose time is a part of B's."""
 SIZES = ((4, 8), (8, 32))
+ALONE_PER_STEP = 4
 Row = dict[str, Any]
 
 
 def compare(name: str, num_ranks: int, num_microbatches: int, num_steps: int) -> Row:
-    """The three in turn, after two steps of each that do not count.
+    """All in turn, after two steps of each that do not count.
 
     Raises:
         PipeloomError: there is no such schedule of that size, or the runtime does not run it.
@@ -47,6 +53,8 @@ def compare(name: str, num_ranks: int, num_microbatches: int, num_steps: int) ->
     costs = virtual_costs(schedule.num_stages, *TIMES_S)
     inputs = torch.zeros(num_microbatches, 1)
     steps_s: dict[str, list[float]] = {"step": [], "bare_threads": [], "torch_by_hand": []}
+    is_split = not any(action.kind is Kind.BACKWARD for action in schedule)
+    alone_s: list[tuple[float, float, float]] = []
     with pl.Pipeline(
         virtual_stages(schedule.num_stages, *TIMES_S),
         schedule=schedule,
@@ -60,12 +68,30 @@ def compare(name: str, num_ranks: int, num_microbatches: int, num_steps: int) ->
             hands = [by_hand(virtual_stages(schedule.num_stages, *TIMES_S), inputs[:1]) for _ in range(num_ranks)]
             steps_s["bare_threads"].append(threads_s(schedule, [sleeping(costs)] * num_ranks))
             steps_s["torch_by_hand"].append(threads_s(schedule, hands))
-    return figures(steps_s, pl.simulate(schedule, costs).makespan_s)
+            alone_s += [stage_alone_s(is_split=is_split) for _ in range(ALONE_PER_STEP)]
+    forward_s, input_grad_s, weight_grad_s = map(statistics.median, zip(*alone_s[2 * ALONE_PER_STEP :], strict=True))
+    alone = Costs.uniform(
+        schedule.num_stages, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s
+    )
+    return figures(steps_s, pl.simulate(schedule, alone).makespan_s, pl.simulate(schedule, costs).makespan_s)
 
 
-def figures(steps_s: dict[str, list[float]], simulated_s: float) -> Row:
+def stage_alone_s(*, is_split: bool) -> tuple[float, float, float]:
+    """Seconds of F, I and W of one stage, on the thread that calls; where B is whole, each has half of it."""
+    work = by_hand(virtual_stages(1, *TIMES_S), torch.zeros(1, 1))
+    kinds = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if is_split else (Kind.FORWARD, Kind.BACKWARD)
+    marks = [time.perf_counter()]
+    for kind in kinds:
+        work(Action(kind, 0, 0), [])
+        marks.append(time.perf_counter())
+    forward_s, *backward_s = (end - start for start, end in itertools.pairwise(marks))
+    return (forward_s, *backward_s) if is_split else (forward_s, backward_s[0] / 2, backward_s[0] / 2)
+
+
+def figures(steps_s: dict[str, list[float]], alone_s: float, simulated_s: float) -> Row:
     """Medians without the first two steps, and their excesses beside each other."""
     over = {what: statistics.median(each[2:]) / simulated_s for what, each in steps_s.items()}
+    over["stages_alone"] = alone_s / simulated_s
     excess = {what: value - 1 for what, value in over.items()}
     return {
         "simulated_s": simulated_s,
@@ -90,7 +116,8 @@ def line(row: Row) -> str:
         return head + "not run: " + row["not_run"].splitlines()[0]
     return (
         f"{head}{row['step_over_simulated']:.4f}  {row['bare_threads_over_simulated']:12.4f}  "
-        f"{row['torch_by_hand_over_simulated']:13.4f}      {row['excess_over_bare_threads']:12.2f}  "
+        f"{row['torch_by_hand_over_simulated']:13.4f}  {row['stages_alone_over_simulated']:12.4f}      "
+        f"{row['excess_over_bare_threads']:12.2f}  "
         f"{row['excess_over_torch_by_hand']:13.2f}"
     )
 
@@ -99,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     rows = []
     if not options.json:
-        print(" " * 39 + "÷ simulated makespan" + " " * 22 + "excess of step ÷ that of")
+        print(" " * 39 + "÷ simulated makespan" + " " * 36 + "excess of step ÷ that of")
         heads = "bare threads  torch by hand"
-        print(f"schedule         ranks  micro-batches  step    {heads}      {heads}")
+        print(f"schedule         ranks  micro-batches  step    {heads}  stages alone      {heads}")
     for size in options.sizes:
         for name in options.schedules:
             rows.append(row(name, size, options.steps))

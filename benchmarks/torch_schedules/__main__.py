@@ -4,8 +4,8 @@
 
 Stages wait instead of computing: so long for F, for I and for W, and twice as long for B. What a step takes beyond its
 simulated makespan is the excess; ours is to be at most half of torch's. Beside it stand a loop written by hand for each
-rank (detach, backward, bytes on a socket, nothing else), and its excess over torch's: no library can come below that
-without doing less than autograd does; and what F, I and W of one stage take when torch splits its backward.
+rank (detach, backward, bytes on a socket, nothing else), with its excess ÷ torch's; and what F, I and W of one stage
+take when torch splits its backward.
 """
 
 from __future__ import annotations

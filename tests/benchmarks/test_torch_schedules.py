@@ -1,6 +1,8 @@
 """`python -m benchmarks.torch_schedules`, small; how fast anything is is no test's business."""
 
+import itertools
 import json
+import math
 import socket
 import threading
 
@@ -79,26 +81,29 @@ def test_one_stage_waits_in_torchs_halves_too():
     assert medians([{"F": 1.0}, {"F": 9.0}, {"F": 2.0}]) == {"F": 2.0}
 
 
-def test_a_loop_by_hand_passes_on_what_the_stages_make():
-    """Three ranks as threads: three stages that double what they get, so each gradient of the first input is 8."""
-    made = pl.schedule("1f1b", num_ranks=3, num_microbatches=2)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_a_loop_by_hand_passes_on_what_the_stages_make(name):
+    """Three ranks as threads: stages that multiply what they get by two and more, so that each makes another number."""
+    made = pl.schedule(name, num_ranks=3, num_microbatches=6)
+    factors = range(2, 2 + made.num_stages)
     ends = {pair: socket.socketpair() for pair in [(0, 1), (0, 2), (1, 2)]}
     found: dict[str, float] = {}
 
-    class Double(nn.Module):
-        def __init__(self):
+    class Times(nn.Module):
+        def __init__(self, factor):
             super().__init__()
-            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.weight = nn.Parameter(torch.tensor(float(factor)))
 
         def forward(self, value):
             return value * self.weight
 
     def work_of(rank):
-        work = by_hand([Double() for _ in range(3)], torch.ones(1, 1))
+        work = by_hand([Times(factor) for factor in factors], torch.ones(1, 1))
 
         def work_and_note(action, given):
             value = work(action, given)
-            found[str(action)] = float(value)
+            if value is not None:
+                found[str(action)] = float(value)
             return value
 
         peers = {b if a == rank else a: pair[a != rank] for (a, b), pair in ends.items() if rank in (a, b)}
@@ -112,8 +117,10 @@ def test_a_loop_by_hand_passes_on_what_the_stages_make():
         thread.join()
     for loop in loops:
         loop.close()
-    assert [found[f"{stage}F1"] for stage in range(3)] == [2, 4, 8]
-    assert [found[f"{stage}B1"] for stage in range(3)] == [8, 4, 2]
+    back = "B" if name != "zb-v" else "I"
+    for stage, i in itertools.product(range(made.num_stages), range(6)):
+        assert found[f"{stage}F{i}"] == math.prod(factors[: stage + 1])
+        assert found[f"{stage}{back}{i}"] == math.prod(factors[stage:])
 
 
 def test_a_loop_by_hand_says_who_is_gone():

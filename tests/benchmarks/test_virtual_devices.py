@@ -31,6 +31,14 @@ def test_a_step_stands_beside_threads_that_do_less(run):
         step, bare, hand = (row[f"{what}_over_simulated"] - 1 for what in whats)
         assert row["excess_over_bare_threads"] == pytest.approx(step / bare)
         assert row["excess_over_torch_by_hand"] == pytest.approx(step / hand)
+        assert row["stages_alone_over_simulated"] >= 1  # a stage never waits too little
+
+
+@pytest.mark.parametrize(("is_split", "least_s"), [(True, (0.001, 0.002, 0.003)), (False, (0.001, 0.0025, 0.0025))])
+def test_a_stage_alone_takes_its_times(is_split, least_s, monkeypatch):
+    monkeypatch.setattr(virtual_devices, "TIMES_S", (0.001, 0.005, 0.003))
+    found = virtual_devices.stage_alone_s(is_split=is_split)
+    assert all(each >= least for each, least in zip(found, least_s, strict=True)), found
 
 
 def test_what_does_not_run_says_why(run):
