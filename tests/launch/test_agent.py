@@ -22,7 +22,10 @@ from pathlib import Path
 from pipeloom.errors import ConfigError
 from pipeloom.launch.rank import as_rank
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-def note(name): Path(f"{name}-{rank}").write_text(str(os.getpid()))
+def note(name):
+    if rank == 1: time.sleep(1.5)
+    Path(f".{name}-{rank}").write_text(str(os.getpid()))
+    os.rename(f".{name}-{rank}", f"{name}-{rank}")
 def wait(name):
     while not Path(name).exists(): time.sleep(0.01)
 def until_sigterm():
@@ -143,7 +146,9 @@ def test_rank_that_can_say_nothing_is_named(body: str, message: str) -> None:
 
 
 def test_failed_ranks_are_started_again_and_it_is_said_why() -> None:
-    body = "note(f'attempt-{attempt}')\nif attempt == 2: return 0\nif rank: raise ValueError(f'boom {attempt}')"
+    """Rank 1 once failed before rank 0 had left its note, which the launcher's SIGTERM then prevented."""
+    failing = "if rank: wait(f'attempt-{attempt}-0'); raise ValueError(f'boom {attempt}')"
+    body = f"note(f'attempt-{{attempt}}')\nif attempt == 2: return 0\n{failing}"
     ended, said = launched(f"{body}\nuntil_sigterm()", max_restarts=2)
     assert ended == Ended(0)
     assert [each.splitlines()[-2:] for each in said] == [
