@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.recording.clone import HOOKS, Clones
@@ -52,10 +53,28 @@ def run_for_real(
         for hook in list(hooked[name]._forward_hooks.values()) if name in hooked else ():
             clone.register_forward_hook(partial(_closed_hook, closing, hook))
     inner_args, inner_kwargs = unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
-    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+    with torch.random.fork_rng(devices=[]), _Counting() as counting:
         out = clones.root(*inner_args, **inner_kwargs)
     _note_unknown(clones, hooked)
-    return closing.of(out), counter.get_total_flops()
+    return closing.of(out), counting.num_flops
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the FLOPs that torch's `FlopCounterMode` counts.
+
+    That one also follows modules, by hooks on what they are given, which fail inside of a custom
+    `torch.autograd.Function`: its inputs require gradients, and no graph is recorded there.
+    """
+
+    num_flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.num_flops += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 class _Closing:
