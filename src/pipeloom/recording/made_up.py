@@ -27,6 +27,7 @@ def run_for_real(
     kwargs: dict[str, Any],
     device: torch.device,
     hooked: Mapping[str, nn.Module] = MappingProxyType({}),
+    variant: int = 0,
 ) -> tuple[Any, int]:
     """Call a module on made-up numbers in the place of placeholders; nothing of it changes.
 
@@ -37,12 +38,13 @@ def run_for_real(
         device: of the placeholders that come out.
         hooked: by name within the module, those whose forward hooks are to see placeholders, and whose attributes
             are to say which plain values the module made.
+        variant: which numbers are made up; but for 0, those of given real ones are others too.
 
     Returns:
         What it returned, with placeholders for tensors (an input that was returned is that input), and the FLOPs.
     """
     leaves, structure = flatten((args, kwargs))
-    made = {id(leaf): _made_up(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    made = {id(leaf): _made_up(leaf, variant) for leaf in leaves if isinstance(leaf, Tensor)}
     closing = _Closing({id(made[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, Tensor)}, device)
     clones = Clones(module, lambda _, __: False, _never)
     for name, clone in clones.of.items():
@@ -127,10 +129,15 @@ def _copied(buffer: Tensor | None) -> Tensor | None:
     return buffer.detach().clone()
 
 
-def _made_up(tensor: Tensor) -> Tensor:
+def _varied(numbers: Tensor, variant: int) -> Tensor:
+    factor, more = ((1, 0), (-1, 0), (-3, -1), (5, 2))[variant]
+    return numbers * factor + more
+
+
+def _made_up(tensor: Tensor, variant: int) -> Tensor:
     """Small numbers that differ, class 0, or a mask of ones: valid wherever a model may look."""
     if not isinstance(tensor, Placeholder):
-        return tensor
+        return _varied(tensor.detach(), variant) if variant and tensor.is_floating_point() else tensor
     if tensor.is_floating_point() or tensor.is_complex():
         # Not by chance: this runs where draws are those of a unit.
         made = (
@@ -139,6 +146,7 @@ def _made_up(tensor: Tensor) -> Tensor:
             .reshape(tensor.shape)
             .to(tensor.dtype)
         )
+        made = _varied(made, variant)
     else:
         made = (torch.ones if tensor.dtype == torch.bool else torch.zeros)(
             tensor.shape, dtype=tensor.dtype, device=tensor.device
