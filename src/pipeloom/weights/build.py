@@ -39,12 +39,18 @@ def build(factory: Callable[[], nn.Module]) -> nn.Module:
 
     Raises:
         SplitError: ``factory`` returns no module, or one that existed before; a parameter has no shape yet (lazy
-            modules); a tensor that no weights would have is random, or has lost its values; the factory reads values that
-            are not there.
+            modules); a tensor that no weights would have is random, or has lost its values; the factory reads values
+            that are not there.
     """
     unmade = Unmade()
     try:
-        with torch.device("cpu"), _bared_at_registration(unmade), _valued(unmade.ledger) as valued, Home(unmade), unmade:
+        with (
+            _bared_at_registration(unmade),
+            _valued(unmade.ledger) as valued,
+            torch.device("cpu"),
+            Home(unmade),
+            unmade,
+        ):
             model = factory()
     except Exception as error:
         error.add_note("(while the model was made without its parameters, which are read from the weights)")
@@ -115,8 +121,8 @@ def _check_lost(model: nn.Module, ledger: Ledger, valued: Mapping[nn.Module, set
     ]
     if lost:
         raise SplitError(
-            f"the factory left buffers that had values and lost them to uninitialised memory: {_listed(lost)}; they are "
-            "not saved, so no weights would have them (to_empty() does so, and Hugging Face's from_pretrained())",
+            f"the factory left buffers that had values and lost them to uninitialised memory: {_listed(lost)}; they "
+            "are not saved, so no weights would have them (to_empty() does so, and Hugging Face's from_pretrained())",
             "let the factory make the model and nothing else, as AutoModelForCausalLM.from_config(config) does; what "
             "weights= names is read into it",
         )
