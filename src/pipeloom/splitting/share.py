@@ -120,6 +120,7 @@ class Share:
         made: dict[int, Tensor] = {}
         for unit in self._units_elsewhere():
             _replace(unit.module, lambda _, each: self._released(each, spared, made))
+        self._follow(made)
         self._ties.let_go(self._stages)
         if self._made.cut is not None:
             self._made.cut.free(sorted(self._stages))
@@ -139,6 +140,14 @@ class Share:
         made: dict[int, Tensor] = {}
         for unit in self._units_elsewhere():
             _replace(unit.module, partial(self._filled, contents, made, _prefix(unit)))
+        self._follow(made)
+
+    def _follow(self, made: Mapping[int, Tensor]) -> None:
+        """Modules around units have what took the place of a weight that they have too (the bias of BERT's head)."""
+        for module in self._made.root.modules():
+            for name, weight in module._parameters.items():
+                if id(weight) in made:
+                    module._parameters[name] = made[id(weight)]  # type: ignore[assignment]
 
     def _buffers_here(self) -> Iterator[Tensor]:
         """Those of a layer that stages share are in the places of all of them."""
