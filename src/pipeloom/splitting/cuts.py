@@ -52,11 +52,19 @@ def place_cuts(
     if len(groups) < num_stages:
         raise SplitError(
             f"num_stages={num_stages} was given, but the model has {len(groups)} parts that a cut can separate: "
-            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}",
+            f"{_listed([_part(names[start:end]) for start, end in groups])}",
             "ask for fewer stages, or name places inside of them with cuts=",
         )
     sums = [sum(weights[start:end]) for start, end in groups]
     return [groups[index][0] for index in balanced_cuts(sums, num_stages)]
+
+
+def _part(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} (which share an object or memory)"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:8]) + (", …" if len(parts) > 8 else "")
 
 
 def _groups(num_calls: int, together: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -104,7 +104,7 @@ def _valued(ledger: Ledger) -> Iterator[WeakKeyDictionary[nn.Module, set[str]]]:
         if any(each is not None and each.numel() and ledger.state(each) is None for each in tensors):
             found.setdefault(module, set()).add(name)
 
-    hook = register_module_buffer_registration_hook(note)  # type: ignore[arg-type]
+    hook = register_module_buffer_registration_hook(note)
     try:
         yield found
     finally:
