@@ -47,6 +47,13 @@ def test_learned_tokens_in_front(num_virtual_tokens):
     assert len(models.gradients(pipe)) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_a_prefix_of_keys_and_values():
+    kind = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    pipe = check(peft.get_peft_model(models.llama(), kind))
+    assert models.gradients(pipe)
+
+
 def test_adapters_made_after_unwrap():
     pipe = pl.Pipeline(models.llama().train(), num_stages=2, num_microbatches=4)
     pipe.step(**models.batch())

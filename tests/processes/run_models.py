@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import pipeloom as pl
 from pipeloom.checkpoint import CheckpointStore, Saver, load_checkpoint, save_checkpoint
@@ -188,6 +189,86 @@ def looks_late(num_ranks: int) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        assert_same_state(pipe, reference)
+
+
+class Activation(nn.Module):
+    """With a buffer that nobody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, WIDTH) → (B, WIDTH)."""
+        return torch.tanh(x + self.shift)
+
+
+class Shares(nn.Module):
+    """Blocks that were all given one activation."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, WIDTH) → a loss."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def shares_a_layer(num_ranks: int, kind: type[nn.Module]) -> None:
+    """Stages run clones of such blocks; what is theirs alone is elsewhere, and comes back as it was trained."""
+    torch.manual_seed(0)
+    made = Shares(kind())
+    reference, x = copy.deepcopy(made), torch.randn(6, WIDTH)
+    options: dict[str, Any] = {"num_stages": num_ranks, "num_microbatches": 3}
+    pipe = pl.Pipeline(made, **options)
+    for step in range(2):
+        assert_bit_equal(pipe.step(x), sequential_step(reference, x, step_index=step, **options), "loss")
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(not each.is_meta for each in made.parameters()) == 8 // num_ranks
+    pipe.unwrap()
+    for name, tensor in reference.state_dict().items():
+        assert_bit_equal(made.state_dict()[name], tensor, name)
+
+
+class Doubled(nn.Module):
+    """A parametrization with a weight of its own, as an adapter has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """A weight → a weight."""
+        return weight * 2 * self.scale
+
+
+def gets_weights_later(num_ranks: int) -> None:
+    """Each rank trains what its own layers were given between steps."""
+    made, reference = model(), model()
+    options: dict[str, Any] = {"num_stages": num_ranks, "num_microbatches": 4, "loss_fn": loss_fn}
+    with pl.Pipeline(made, **options) as pipe:
+        inputs, target = batch(8, 0), torch.zeros(8, WIDTH)
+        for step in range(3):
+            if step == 1:
+                for block in (*made.blocks, *reference.blocks):
+                    parametrize.register_parametrization(block.linear, "weight", Doubled(), unsafe=True)
+            found = pipe.step(**inputs, target=target)
+            expected = sequential_step(reference, **inputs, target=target, step_index=step, **options)
+            assert_bit_equal(found, expected, "loss")
+            assert not any(each.is_meta for each in pipe.parameters())
+            assert_same_gradients(pipe, reference)
+            for each in (pipe, reference):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+        whole = pipe.full_state_dict()
+        assert pipe.group.rank or whole.keys() == reference.state_dict().keys()
         assert_same_state(pipe, reference)
 
 

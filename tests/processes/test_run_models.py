@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from torch import nn
 
 from tests.processes import run_models
 from tests.processes.ranks import start
@@ -45,6 +46,18 @@ def test_every_schedule_between_processes(share, tmp_path):
 def test_code_that_looks_at_numbers_has_the_weights_it_goes_on_with(num_ranks, tmp_path):
     """The last rank stopped at a weight that the first owns: "Placeholder(float32(8,)) … did not come to stage 1"."""
     assert_all_pass(start(run_models.looks_late, num_ranks, tmp_path, num_ranks))
+
+
+@pytest.mark.parametrize("kind", [nn.GELU, run_models.Activation])
+def test_blocks_that_share_a_layer_come_back_as_they_were_trained(kind, tmp_path):
+    """One activation object for all blocks: after `unwrap` rank 0 had the others' weights of before the training, and
+    a buffer in the object was an error, "aten.clone.default needs the numbers of a value of another stage"."""
+    assert_all_pass(start(run_models.shares_a_layer, 2, tmp_path, 2, kind))
+
+
+def test_weights_that_layers_are_given_between_steps(tmp_path):
+    """The first rank took them all for its own, and the others' adapters were never trained."""
+    assert_all_pass(start(run_models.gets_weights_later, 2, tmp_path, 2))
 
 
 def test_parameters_before_the_first_step_need_an_example(tmp_path):

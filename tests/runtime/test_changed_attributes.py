@@ -166,6 +166,35 @@ def test_modules_around_units_that_stages_would_not_have_are_refused():
             pipe.step(x, target=target)
 
 
+class Shares(nn.Module):
+    """Layers that were all given one activation: later stages run clones of them."""
+
+    def __init__(self):
+        super().__init__()
+        activation = nn.Tanh()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_modules_that_clones_of_later_stages_would_not_have_are_refused(index):
+    """A later stage went on with the layer of before, and what was put in its place, as an adapter, never learned."""
+    model, (x, target) = Shares(), torch.randn(2, 16, WIDTH)
+    with pl.Pipeline(model, num_stages=2, num_microbatches=4, loss_fn=square) as pipe:
+        pipe.step(x, target=target)
+        model.layers[index][0] = nn.Linear(WIDTH, WIDTH)
+        if index == 0:
+            pipe.step(x, target=target)
+            assert model.layers[0][0].weight.grad is not None
+        else:
+            with pytest.raises(RuntimeStateError, match=r"layers layers\.3\.0 of the model were replaced, added or"):
+                pipe.step(x, target=target)
+
+
 class Box:
     """No module."""
 

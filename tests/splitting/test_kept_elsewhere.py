@@ -163,7 +163,7 @@ def test_a_cut_between_layers_that_keep_tensors_in_one_object_is_refused_with_th
     pipe = pl.Pipeline(Context(), **OPTIONS | {"cuts": ["layers.3"]})
     with pytest.raises(SplitError, match=r"cut before call 3 \(layers.3\) would separate call 2 .*an object in which"):
         pipe.step(torch.randn(4, 8))
-    with pytest.raises(SplitError, match=r"num_stages=5 was given, but the model has 4 parts"):
+    with pytest.raises(SplitError, match=r"has 4 parts .*: layers\.0, layers\.1, layers\.2 to layers\.4, .*an object in"):
         pl.split(Context(), [torch.randn(4, 8)], num_stages=5)
 
 
@@ -173,6 +173,36 @@ def test_an_object_that_nobody_keeps_tensors_in_is_fine():
     model = Model()
     model.config = model.layers[0].config = config
     assert_steps_like_the_oracle(model, [(torch.randn(4, 8),)])
+
+
+class Handing(nn.Module):
+    """Hands an object from layer to layer, as a key–value cache is, with a tensor that it computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Adding() for _ in range(4))
+
+    def forward(self, x):
+        box = SimpleNamespace(value=x * self.layers[0].scale)
+        for layer in self.layers:
+            x = layer(x, box)
+        return x
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, box):
+        return x * self.scale + box.value
+
+
+def test_a_value_that_comes_inside_of_an_object_is_refused():
+    """PEFT's prefix tuning puts its values into a cache: "aten.cat.default needs the numbers of a value of another"."""
+    pipe = pl.Pipeline(Handing(), **OPTIONS | {"num_stages": 2})
+    with pytest.raises(SplitError, match=r"has 1 part .*: layers\.0 to layers\.3\. .* leaves a tensor elsewhere"):
+        pipe.step(torch.randn(4, 8))
 
 
 def test_nothing_of_a_step_waits_for_the_garbage_collector(monkeypatch):

@@ -113,6 +113,47 @@ def test_a_model_comes_back_with_what_was_trained(is_tied):
         assert root[1].unsaved.tolist() == [0.0, 0.0]
 
 
+class Head(nn.Module):
+    """Has the bias of its layer too, as the head of BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.layer = nn.Linear(4, 4)
+        self.layer.bias = self.bias
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class WithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = Head()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_weight_that_a_module_around_units_has_too_comes_back():
+    """The bias of BERT's head: after `unwrap` rank 0 had an old one beside the trained one, and they were two."""
+    found = []
+    for rank in range(2):
+        made = split(WithHead(), cuts=["layers.2"], inputs=((torch.zeros(2, 4),), {}))
+        found.append((made.root, Share(made, Ties(made), [rank])))
+        found[-1][1].release()
+    assert found[0][0].head.bias is found[0][0].head.layer.bias
+    assert found[0][0].head.bias.is_meta
+    contents = {name: each.detach() + 1 for _, share in found for name, each in share.contents().items()}
+    for rank, (root, share) in enumerate(found):
+        share.fill(contents)
+        assert root.head.bias is root.head.layer.bias
+        assert torch.equal(root.head.bias, torch.full((4,), float(rank == 0)))
+
+
 def test_a_part_loads_from_the_whole():
     root, share = shares()[2]
     whole = {name: value + 1 for name, value in model().state_dict().items()}

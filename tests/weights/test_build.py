@@ -254,6 +254,38 @@ def test_generator_is_where_it_was():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def written_before(model):
+    model[0].register_buffer("kept", torch.empty(3), persistent=False)
+    model[0].kept.copy_(torch.arange(3.0))
+    model[0].kept = torch.empty_like(model[0].kept)
+    return model
+
+
+LOSING = {
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "to_empty, then moved": lambda model: model.to_empty(device="cpu").to("cpu"),
+    "assigned": lambda model: setattr(model[0], "kept", torch.empty_like(model[0].kept)) or model,
+    "registered again": lambda model: model[0].register_buffer("kept", torch.empty(3), persistent=False) or model,
+    "written before": written_before,
+}
+
+
+@pytest.mark.parametrize("lose", LOSING.values(), ids=LOSING)
+def test_values_that_the_factory_has_lost_are_refused(lose):
+    """Weights were read, the loss was a little off: `from_pretrained` as a factory had emptied rotary frequencies."""
+    with pytest.raises(SplitError, match=r"lost them to uninitialised memory: 0\.kept; .*\nhint: let the"):
+        build(lambda: lose(nn.Sequential(Holds(lambda _: torch.arange(3.0)))))
+
+
+def test_cache_that_was_empty_before_stays():
+    def factory():
+        model = Holds(lambda _: torch.empty(0))
+        model.kept = torch.empty(2, 3)
+        return model
+
+    assert build(factory).kept.shape == (2, 3)
+
+
 def test_cache_that_nobody_has_written_stays():
     model = build(partial(Holds, lambda _: torch.empty(2, 3)))
     assert model.kept.shape == (2, 3)

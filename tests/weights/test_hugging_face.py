@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, SplitError
 from pipeloom.weights.build import build
 from pipeloom.weights.match import match, places_of
 from pipeloom.weights.materialise import materialise
@@ -150,6 +150,14 @@ def test_head_that_is_not_stored_is_missing(tmp_path):
         CheckpointError, match=r"no tensor for 1 of the model's parameters and buffers: 'lm_head\.weight'"
     ):
         match(build(partial(kind, config)), Weights(tmp_path))
+
+
+def test_a_factory_that_loads_the_weights_itself_is_refused(tmp_path):
+    """What a user of Hugging Face tries first. transformers empties rotary frequencies, and filled them no more."""
+    kind, config = CONFIGS["llama"]
+    saved(kind, config, tmp_path)
+    with pytest.raises(SplitError, match=r"lost them.*: model\.rotary_emb\.inv_freq(.|\n)*from_config"):
+        build(partial(kind.from_pretrained, tmp_path))
 
 
 def test_weights_of_another_configuration_are_refused(tmp_path):

@@ -104,6 +104,14 @@ def test_missing_head_is_named_with_what_is_near(tmp_path):
         match(build(Headed), stored(tmp_path, tensors))
 
 
+def test_a_head_that_is_to_be_learned_anew_is_no_misspelt_name(tmp_path):
+    """The hint was: did you mean 'base.embed.weight', which the model has and the file too?"""
+    with pytest.raises(
+        CheckpointError, match=r"for 2 of .*: 'head\.weight', 'head\.bias'\nhint: give .* a new head needs"
+    ):
+        match(build(Headed), stored(tmp_path, state_of(Base, "base.")))
+
+
 def test_first_few_of_many_are_named(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"for 6 of .*: 'base\.embed\.weight', .*'head\.weight' and 1 more\nhint: give"

@@ -121,6 +121,16 @@ def no_format(folder):
     return folder
 
 
+def pointer_of_git_lfs(folder):
+    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 123\n")
+    return folder
+
+
+def empty(folder):
+    (folder / SINGLE).touch()
+    return folder
+
+
 def no_map(folder):
     (folder / INDEX).write_text('{"weights": {}}')
     return folder
@@ -131,13 +141,15 @@ def pointing(weight_map):
 
 
 FAULTS = {
-    r"absent' does not exist\nhint: give a \.safetensors file, or a folder": nothing,
+    r"absent' does not exist\nhint: give a \.safetensors file, or a folder .*snapshot_download": nothing,
     r"has no \.safetensors file; model\.safetensors or model\.safetensors\.index\.json is needed": pickled,
     r"has 2 \.safetensors files without an index": two_without_index,
     r"model\.safetensors cannot be read as safetensors: its tensors have \d+ bytes, the file has room for \d+": cut,
     r"tensor 'mask' is in two files, .*two\.safetensors and .*one\.safetensors": twice,
     r"index\.json has the name 'mask' twice": name_twice_in_index,
     r"model\.safetensors cannot be read as safetensors: its header would have": no_format,
+    r"model\.safetensors cannot be read as safetensors: it is not the file, but .*: git lfs pull": pointer_of_git_lfs,
+    r"model\.safetensors cannot be read as safetensors: it has 0 bytes": empty,
     r"index\.json is no index of weights: it has no 'weight_map'": no_map,
     r"index\.json names 'three\.safetensors', which is missing\nhint: get": pointing({"a.bias": "three.safetensors"}),
     r"index\.json names a file outside its folder: '\.\./x\.safetensors'": pointing({"a.bias": "../x.safetensors"}),

@@ -87,6 +87,10 @@ def write_shard(
     return 8 + len(text) + end, sha256
 
 
+_GIT_LFS = b"version "
+"""How a pointer begins; as a length of a header it would be two million terabytes."""
+
+
 def read_header(path: Path) -> Header:
     """Return what a shard says of itself; the bytes of its tensors are not read.
 
@@ -97,7 +101,12 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
-            (length,) = struct.unpack("<Q", file.read(8))
+            start = file.read(8)
+            if num_bytes < 8:
+                raise ValueError(f"it has {num_bytes} bytes, and 8 of them would be the length of its header")
+            if start == _GIT_LFS:
+                raise ValueError("it is not the file, but where Git LFS would get it from: git lfs pull")
+            (length,) = struct.unpack("<Q", start)
             if length > min(MOST_JSON_BYTES, num_bytes - 8):
                 raise ValueError(f"its header would have {length} bytes")
             fields = json.loads(file.read(length))

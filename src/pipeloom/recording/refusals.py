@@ -82,6 +82,16 @@ def called_again(name: str, home: int, now: int) -> UncuttableCode:
     )
 
 
+def came_otherwise(name: str, error: BaseException) -> UncuttableCode:
+    """The error for a unit that finds a value of another stage elsewhere than in its arguments."""
+    return UncuttableCode(
+        f"{name!r} uses a value that another stage has, and that is not among its arguments but inside of an object (a "
+        f"key–value cache, which PEFT's prefix tuning fills, is one) or left behind somewhere: {line_of(error)}; only "
+        "tensors travel, alone or in tuples, lists and dicts",
+        f"pass it to {name!r} as an argument, or cut such that one stage has what makes it and all that use it (cuts=)",
+    )
+
+
 def line_of(error: BaseException) -> str:
     """The last line of the user's, or a library's, code in a traceback."""
     seen: BaseException | None = error

@@ -42,7 +42,6 @@ from pipeloom.splitting.unit import Unit
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-
 _MOST_FORMS, _MOST_WAYS = 64, 32
 """Of inputs and modes, and of ways that the code takes with them, of which plans are kept; others are made again."""
 
@@ -76,13 +75,11 @@ class Cut:
         descend = {".".join(name.split(".")[: i + 1]) for name in descend for i in range(name.count(".") + 1)}
         self.units = choose_units(tree, self.opaque, wanted, descend)
         refuse_backward_hooks((n, each) for n, each in root.named_modules() if not self._is_inside(n))
-        recording = self._recorded(inputs, no_draws, seed)
-        self.first = recording
+        recording = self.first = self._recorded(inputs, no_draws, seed)
         if recording.tail is not None and len(recording.unit_ops) < wanted:
             raise self._too_early(recording.tail, wanted)
-        starts = place_cuts(
-            recording, self._unit_weights(recording), num_stages, cuts, together(recording, self._owned)
-        )
+        weights = self._unit_weights(recording)
+        starts = place_cuts(recording, weights, num_stages, cuts, together(recording, self._owned))
         self.num_stages = len(starts) + 1
         beside = skipped(tree, self.units, [place for op in recording.ops for place in op.weights])
         self.units += list(beside)
@@ -99,9 +96,9 @@ class Cut:
         self._modes = Modes(root, self._is_around)
         self._modes_then: Hashable = None
         self._trees: dict[int, Tree] = {}
-        self._repeated: list[Clones] = []
-        self._structure = Structure(root, lambda n: n in self.units or self._is_around(n), self._is_around)
+        self._repeated: dict[tuple[str, int], Clones] = {}
         self.stages = self._stages()
+        self._structure = Structure(root, lambda n: n in self.units or self._is_cloned(n), self._is_cloned)
         self._probe = Tree(root, self.units, {}, self._shared_buffers, is_first=False)
 
     def _too_early(self, tail: UncuttableCode, wanted: int) -> UncuttableCode:
@@ -117,6 +114,9 @@ class Cut:
 
     def _is_around(self, module: str) -> bool:
         return not self._is_inside(module)
+
+    def _is_cloned(self, module: str) -> bool:
+        return self._is_around(module) or any(f"{module}.".startswith(f"{unit}.") for unit, _ in self._repeated)
 
     @property
     def _shared_buffers(self) -> list[tuple[str, str]]:
@@ -143,7 +143,7 @@ class Cut:
         covered: set[int] = set()
         for stage in range(self.num_stages):
             names = [n for n in self.units if any(s == stage for (u, _), s in self._stage_of_call.items() if u == n)]
-            runs = {name: self._own(modules[name], stage, owner) for name in names}
+            runs = {name: self._own(name, modules[name], stage, owner) for name in names}
             tree = Tree(self.root, self.units, runs, self._shared_buffers, is_first=stage == 0)
             self._trees[stage] = tree
             units = [Unit(name, runs[name]) for name in names]
@@ -159,16 +159,18 @@ class Cut:
         stages[rest] += self._rest(covered, rest)
         return tuple(map(tuple, stages))
 
-    def _own(self, module: nn.Module, stage: int, owner: dict[int, int]) -> nn.Module:
-        """The module itself for the first stage that runs it; a clone with the same weights for a later one."""
-        inner = [id(each) for each in module.modules()]
-        first = [owner.setdefault(each, stage) for each in inner]
-        if all(each == stage for each in first):
+    def _own(self, unit: str, module: nn.Module, stage: int, owner: dict[int, int]) -> nn.Module:
+        """The module itself, or where an earlier stage runs a part of it a clone: of that part with places of its own
+        for weights, of the rest with the module's."""
+        first = {id(each): owner.setdefault(id(each), stage) for each in module.modules()}
+        if all(each == stage for each in first.values()):
             return module
         clones = Clones(module, lambda _, __: False, _unanswered)
         for name, clone in clones.of.items():
-            clone.__dict__["_buffers"] = clones.originals[name]._buffers
-        self._repeated.append(clones)
+            original = clones.originals[name]
+            kept = ("_buffers", "_parameters") if first[id(original)] == stage else ("_buffers",)
+            clone.__dict__.update((key, vars(original)[key]) for key in kept)
+        self._repeated[unit, stage] = clones
         return clones.root
 
     def _glue_weights(self) -> list[set[tuple[str, str]]]:
@@ -258,7 +260,7 @@ class Cut:
         """Before a step: what stages have of their parents is as in the model."""
         for tree in self._trees.values():
             tree.refresh()
-        for clones in self._repeated:
+        for clones in self._repeated.values():
             clones.follow()
 
     def carry_home(self) -> None:

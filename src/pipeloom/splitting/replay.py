@@ -22,9 +22,10 @@ from pipeloom.recording.clone import Call
 from pipeloom.recording.glue import DRAWS, Seen, exchanged, read, tensors_in, unseen
 from pipeloom.recording.opaque import swapping
 from pipeloom.recording.ops import INPUT, Op, Recording, Same, Value
-from pipeloom.recording.placeholder import Placeholder
+from pipeloom.recording.placeholder import NoNumbers, Placeholder
 from pipeloom.recording.plainly import Draws
 from pipeloom.recording.raised import again
+from pipeloom.recording.refusals import came_otherwise
 from pipeloom.splitting.dataflow import Flow
 
 
@@ -131,8 +132,11 @@ class Replay:
         for place in op.given:
             self._give(*place)
         called = checkpointed(self.mode, module) if self.mode.checkpoints and not _may_write(op) else module
-        with unseen(self.mode), self._draws(name, op.call):
-            out = called(*args, **kwargs)
+        try:
+            with unseen(self.mode), self._draws(name, op.call):
+                out = called(*args, **kwargs)
+        except NoNumbers as error:
+            raise came_otherwise(name, error) from error
         for each in op.filled:
             each.copy((args, kwargs), code_has)
         for module, key in op.left:

@@ -46,10 +46,20 @@ class Share:
                 for _, tensor in _all_named(unit.module):
                     first.setdefault(id(tensor), stage)
         self._stage_of = {name: first.get(id(tensor), 0) for name, tensor in _all_named(made.root)}
+        self._stage_of_unit: dict[str, int] = {}
+        for stage, units in enumerate(made.stages):
+            for unit in units:
+                self._stage_of_unit.setdefault(unit.name, stage)
 
     def stage_of(self, name: str) -> int:
         """The stage that a parameter or buffer of the whole model belongs to by its name."""
-        return self._stage_of.get(name, 0)
+        return self._stage_of[name] if name in self._stage_of else self._stage_around(name)
+
+    def _stage_around(self, name: str) -> int:
+        """The stage of the layer that was given a weight after the model was cut: an adapter, or a parametrization."""
+        while name and name not in self._stage_of_unit:
+            name = name.rpartition(".")[0]
+        return self._stage_of_unit.get(name, 0)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are here, each once, in the whole model's order."""
@@ -106,10 +116,11 @@ class Share:
 
     def release(self) -> None:
         """Put the weights and buffers of the other stages on the meta device."""
-        spared = self._ties.weights_of(self._stages)
+        spared = self._ties.weights_of(self._stages) | {id(each) for each in self._buffers_here()}
         made: dict[int, Tensor] = {}
         for unit in self._units_elsewhere():
             _replace(unit.module, lambda _, each: self._released(each, spared, made))
+        self._follow(made)
         self._ties.let_go(self._stages)
         if self._made.cut is not None:
             self._made.cut.free(sorted(self._stages))
@@ -129,6 +140,18 @@ class Share:
         made: dict[int, Tensor] = {}
         for unit in self._units_elsewhere():
             _replace(unit.module, partial(self._filled, contents, made, _prefix(unit)))
+        self._follow(made)
+
+    def _follow(self, made: Mapping[int, Tensor]) -> None:
+        """Modules around units have what took the place of a weight that they have too (the bias of BERT's head)."""
+        for module in self._made.root.modules():
+            for name, weight in module._parameters.items():
+                if id(weight) in made:
+                    module._parameters[name] = made[id(weight)]  # type: ignore[assignment]
+
+    def _buffers_here(self) -> Iterator[Tensor]:
+        """Those of a layer that stages share are in the places of all of them."""
+        return (b for stage in self._stages for unit in self._made.stages[stage] for b in unit.module.buffers())
 
     def _units_elsewhere(self) -> Iterator[Unit]:
         return (u for stage, units in enumerate(self._made.stages) if stage not in self._stages for u in units)

@@ -73,6 +73,11 @@ def sequential_step(  # long: what each argument means, once each
     Raises:
         ScheduleError: the schedule is wrong, or not one of these stages and micro-batches that trains.
     """
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise UnsupportedShape(
+            f"schedule={schedule!r} was given; a Schedule of a number of ranks and of micro-batches is needed",
+            "pass the pipeline's own, pipe.schedule, or make one by pipeloom.schedule(name, ...)",
+        )
     inputs = split_batch(args, kwargs, target, num_microbatches)
     if schedule is not None and num_stages is None and cuts is None:
         num_stages = schedule.num_stages

@@ -8,13 +8,17 @@ file has" leaves those that no file has (rotary frequencies, masks) as they were
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -35,11 +39,18 @@ def build(factory: Callable[[], nn.Module]) -> nn.Module:
 
     Raises:
         SplitError: ``factory`` returns no module, or one that existed before; a parameter has no shape yet (lazy
-            modules); a tensor that no weights would have is random; the factory reads values that are not there.
+            modules); a tensor that no weights would have is random, or has lost its values; the factory reads values
+            that are not there.
     """
     unmade = Unmade()
     try:
-        with torch.device("cpu"), _bared_at_registration(unmade), Home(unmade), unmade:
+        with (
+            _bared_at_registration(unmade),
+            _valued(unmade.ledger) as valued,
+            torch.device("cpu"),
+            Home(unmade),
+            unmade,
+        ):
             model = factory()
     except Exception as error:
         error.add_note("(while the model was made without its parameters, which are read from the weights)")
@@ -49,6 +60,7 @@ def build(factory: Callable[[], nn.Module]) -> nn.Module:
     _strip_parameters(model, unmade.ledger)
     _check_parameters(model)
     unmade.ledger.settle_all()
+    _check_lost(model, unmade.ledger, valued)
     _strip_buffers(model, unmade.ledger)
     _check_attributes(model, unmade.ledger)
     held = unmade.ledger.drawn()
@@ -79,6 +91,41 @@ def _bared_at_registration(unmade: Unmade) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def _valued(ledger: Ledger) -> Iterator[WeakKeyDictionary[nn.Module, set[str]]]:
+    """The names of each module's buffers that had values once, when they were registered or when others took over."""
+    thread = threading.get_ident()
+    found: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+    def note(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        tensors = (buffer, module._buffers.get(name)) if threading.get_ident() == thread else ()
+        if any(each is not None and each.numel() and ledger.state(each) is None for each in tensors):
+            found.setdefault(module, set()).add(name)
+
+    hook = register_module_buffer_registration_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _check_lost(model: nn.Module, ledger: Ledger, valued: Mapping[nn.Module, set[str]]) -> None:
+    """Refuse values that no weights have and that the factory has thrown away; a cache never had any."""
+    lost = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in sorted(valued.get(module, set()) & module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None and ledger.state(buffer) is State.UNWRITTEN
+    ]
+    if lost:
+        raise SplitError(
+            f"the factory left buffers that had values and lost them to uninitialised memory: {_listed(lost)}; they "
+            "are not saved, so no weights would have them (to_empty() does so, and Hugging Face's from_pretrained())",
+            "let the factory make the model and nothing else, as AutoModelForCausalLM.from_config(config) does; what "
+            "weights= names is read into it",
+        )
 
 
 def _strip_parameters(model: nn.Module, ledger: Ledger) -> None:

@@ -7,7 +7,7 @@ a model with a head. Names are matched exactly, then by ties, then by one prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,7 +81,7 @@ def match(model: nn.Module, weights: Weights) -> Match:
             "build the model from the weights' own configuration",
         )
     if missing:
-        raise _unstored(missing, source)
+        raise _unstored(missing, source, {name for names in matched.values() for name in names})
     return Match(source, matched)
 
 
@@ -140,11 +140,16 @@ def _misfit(name: str, tensor: Tensor, form: Form) -> str:
     return f"{name!r} has shape {[*tensor.shape]} in the model, {[*form.shape]} as stored"
 
 
-def _unstored(missing: list[str], weights: Source) -> CheckpointError:
+def _unstored(missing: list[str], weights: Source, taken: Collection[str]) -> CheckpointError:
+    """A name or two may be written otherwise, as one that nothing else in the model has; more is another model."""
+    free = [name for name in weights.forms if name not in taken]
+    alike = near(missing[0], free) if len(missing) <= _NUM_NAMED else None
     return CheckpointError(
         f"{weights.path} has no tensor for {len(missing)} of the model's parameters and buffers: "
         f"{_listed([repr(name) for name in missing], ', ')}",
-        near(missing[0], weights.forms) or "give the weights of this model, saved with all of its parts",
+        alike
+        or "give the weights of this model, saved with all of its parts; nothing is made up for others, so a new head "
+        "needs Pipeline(model) with the model itself, and adapters are put into the model once the pipeline is made",
     )
 
 

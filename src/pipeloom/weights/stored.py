@@ -142,7 +142,9 @@ def _shards(path: Path) -> tuple[list[Path], dict[str, Path]]:
         return _indexed(path) if path.suffix == ".json" else ([path], {})
     if not path.is_dir():
         raise CheckpointError(
-            f"weights={str(path)!r} does not exist", f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
+            f"weights={str(path)!r} does not exist",
+            f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}; of a model on the Hugging Face Hub, what "
+            "huggingface_hub.snapshot_download(name) returns is such a folder",
         )
     if (path / SINGLE).exists():
         return [path / SINGLE], {}
