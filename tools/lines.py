@@ -24,6 +24,7 @@ BUDGETS = {
     "recording": 1_800,
     "splitting": 2_100,
     "batch": 750,
+    "chance": 150,
     "peers": 900,
     "halves": 500,
     "runtime": 1_900,

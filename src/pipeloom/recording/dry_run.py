@@ -35,7 +35,7 @@ from pipeloom.recording.placeholder import (
     is_about_numbers,
     storage_of,
 )
-from pipeloom.recording.plainly import Draws, called, no_draws
+from pipeloom.recording.plainly import Draws, called, drawn_around, no_draws
 from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
@@ -112,7 +112,8 @@ class DryRun:
         args, kwargs = unflatten(leaves, flatten((args, kwargs))[1])
         versions = [version_of(leaf) for leaf in leaves]
         # Where nobody says how to draw, the same numbers each time, and none of the user's.
-        with torch.random.fork_rng(devices=[]), self._sharing(), computing() as self._now:
+        around = drawn_around(self._draws, self._seed)
+        with torch.random.fork_rng(devices=[]), self._sharing(), computing() as self._now, around as chance:
             torch.default_generator.manual_seed(self._seed)  # not those of other devices, which nobody puts back
             state = torch.get_rng_state()
             self._caches.note(self._units)
@@ -120,7 +121,8 @@ class DryRun:
                 out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
-                self.has_drawn = not torch.equal(torch.get_rng_state(), state)
+                self.recording.is_by_chance = chance.is_used
+                self.has_drawn = chance.is_used or not torch.equal(torch.get_rng_state(), state)
         self.process_draws.look()
         if self._units is not None:
             self._touched.end(self.recording)

@@ -165,6 +165,7 @@ class Recording:
         result_weights: parameters that the model returned as they are, by module and name.
         forms: shapes and types of values.
         tail: why the code after the last of these calls has no plan, if that is so; the last stage runs it as it is.
+        is_by_chance: whether the code drew by Python's `random` or numpy, and may take another way with other numbers.
         sharing: units that keep tensors in an object which all of them hold.
         caches: attributes in which parents keep something for their next call, by module and name.
     """
@@ -178,12 +179,13 @@ class Recording:
     forms: dict[Value, Form] = field(default_factory=dict)
     caches: tuple[tuple[str, str], ...] = ()
     tail: UncuttableCode | None = None
+    is_by_chance: bool = False
     sharing: tuple[frozenset[str], ...] = ()
 
     @property
     def has_reads(self) -> bool:
-        """Whether the code read numbers of the model's inputs, so that other inputs may take another way."""
-        return any(op.has_read for op in self.ops)
+        """Whether the code read numbers of the model's inputs, or drew some: with others it may take another way."""
+        return self.is_by_chance or any(op.has_read for op in self.ops)
 
     @property
     def unit_ops(self) -> list[Op]:
