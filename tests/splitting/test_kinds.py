@@ -77,9 +77,7 @@ BOUND_DRAWS = [random._inst.random, lambda: random._inst.uniform(0, 1), lambda: 
 def test_code_between_units_that_draws_from_a_generator_of_the_process_is_refused(draw):
     model, x = MasksByChance(draw), torch.randn(4, 8)
     with pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square) as pipe:
-        with pytest.raises(
-            DrawError, match=r"numpy's generator by .*: test_kinds.py:\d+: .*\(.*every stage runs"
-        ):
+        with pytest.raises(DrawError, match=r"numpy's generator by .*: test_kinds.py:\d+: .*\(.*every stage runs"):
             pipe.step(x)
         pipe.eval()
         assert pipe.step(x) > 0
