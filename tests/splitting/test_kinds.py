@@ -77,7 +77,7 @@ BOUND_DRAWS = [random._inst.random, lambda: random._inst.uniform(0, 1), lambda: 
 def test_code_between_units_that_draws_from_a_generator_of_the_process_is_refused(draw):
     model, x = MasksByChance(draw), torch.randn(4, 8)
     with pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square) as pipe:
-        with pytest.raises(DrawError, match=r"numpy's generator by .*: test_kinds.py:\d+: .*\(.*every stage runs"):
+        with pytest.raises(DrawError, match=r"global generator by .*: test_kinds.py:\d+: .*\(.*every stage runs"):
             pipe.step(x)
         pipe.eval()
         assert pipe.step(x) > 0
@@ -353,3 +353,45 @@ def test_units_leave_values_in_containers_that_they_are_given(kind, num_stages):
     loss = sum(square(plain(part)) for part in x.chunk(2)) / 2
     assert_like_the_oracle(model, {"x": x}, num_stages=num_stages)
     assert torch.equal(sequential_step(plain, x, num_microbatches=2, loss_fn=square), loss.detach())
+
+
+class KeepsABias(nn.Module):
+    """In evaluation it keeps what it made of its weights, until it trains again: LeViT's attention keeps its biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.biases = nn.Parameter(torch.randn(2, 8))
+        self.kept = {}
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode:
+            self.kept = {}
+        return self
+
+    def bias(self):
+        if self.training:
+            return self.biases.flip([1])[0]
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.biases.flip([1])[0]
+        return self.kept["bias"]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() + self.bias()
+        return x
+
+
+def test_what_evaluation_keeps_of_weights_is_made_anew():
+    """The second micro-batch found it, took another way than the first, and was refused."""
+    torch.manual_seed(0)
+    model, x = KeepsABias(), torch.randn(8, 8)
+    with pl.Pipeline(model, num_stages=3, num_microbatches=4, loss_fn=square) as pipe:
+        for _ in range(2):
+            pipe.train().step(x)
+            found = pipe.eval()(x)
+            with torch.no_grad():
+                expected = torch.cat([copy.deepcopy(model).eval()(part) for part in x.chunk(4)])
+                assert_bit_equal(found, expected, "output")
+                model.biases.add_(1.0)

@@ -128,7 +128,7 @@ class DryRun:
             self._touched.end(self.recording)
             with self._refusing():
                 self._note_results(out)
-        self.recording.caches = self._caches.found()
+        self.recording.caches = self._caches.found(self._values.is_of_weights)
         self.recording.written_inputs = tuple(
             [i for i, (leaf, version) in enumerate(zip(leaves, versions, strict=True)) if is_written(leaf, version)]
         )
@@ -349,6 +349,7 @@ class DryRun:
             op.has_read = self._now.has_read
             check_written(given, self._now.written, self._values, self._units or ())
             op.weights = self._values.weights_among([*given, *used])
+            op.is_of_weights = not has_draws and self._values.are_of_weights([*given, *used], self._variable)
             self._values.close(op, given, out, self._now.written, used)
             self._note_owned(given)
         return out

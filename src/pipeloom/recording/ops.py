@@ -108,6 +108,7 @@ class Op:
         has_read: whether it gave Python a number, or a shape, that depends on numbers of the model's inputs.
         read: what that was.
         is_state: whether every stage writes a buffer with it.
+        is_of_weights: whether glue makes something of weights alone, neither of inputs nor by chance.
         grads: which of its outputs require a gradient.
         filled: entries of containers among its arguments, which a unit made.
         given: attributes of the unit's modules that code outside of it set before the call, by module and name.
@@ -134,6 +135,7 @@ class Op:
     has_read: bool = False
     read: Any = None
     is_state: bool = False
+    is_of_weights: bool = False
     grads: set[int] = field(default_factory=set)
     targets: dict[int, Target] = field(default_factory=dict)
     filled: list[Filled] = field(default_factory=list)
