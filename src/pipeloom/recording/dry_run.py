@@ -36,7 +36,7 @@ from pipeloom.recording.placeholder import (
     is_about_numbers,
     storage_of,
 )
-from pipeloom.recording.plainly import Draws, called, no_draws
+from pipeloom.recording.plainly import Draws, called, drawn_around, no_draws
 from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
@@ -114,7 +114,8 @@ class DryRun:
         versions = [version_of(leaf) for leaf in leaves]
         shared = sharing(self._clones, self._units, self.recording)
         # Where nobody says how to draw, the same numbers each time, and none of the user's.
-        with torch.random.fork_rng(devices=[]), shared, computing() as self._now:
+        around = drawn_around(self._draws, self._seed)
+        with torch.random.fork_rng(devices=[]), shared, computing() as self._now, around as chance:
             torch.default_generator.manual_seed(self._seed)  # not those of other devices, which nobody puts back
             state = torch.get_rng_state()
             self._caches.note(self._units)
@@ -122,13 +123,14 @@ class DryRun:
                 out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
-                self.has_drawn = not torch.equal(torch.get_rng_state(), state)
+                self.recording.is_by_chance = chance.is_used
+                self.has_drawn = chance.is_used or not torch.equal(torch.get_rng_state(), state)
         self.process_draws.look()
         if self._units is not None:
             self._touched.end(self.recording)
             with self._refusing():
                 self._note_results(out)
-        self.recording.caches = self._caches.found()
+        self.recording.caches = self._caches.found(self._values.is_of_weights)
         self.recording.written_inputs = tuple(
             [i for i, (leaf, version) in enumerate(zip(leaves, versions, strict=True)) if is_written(leaf, version)]
         )
@@ -340,6 +342,7 @@ class DryRun:
             op.has_read = self._now.has_read
             check_written(given, self._now.written, self._values, self._units or ())
             op.weights = self._values.weights_among([*given, *used])
+            op.is_of_weights = not has_draws and self._values.are_of_weights([*given, *used], self._variable)
             self._values.close(op, given, out, self._now.written, used)
             bonds.of_glue(ops, op, (args, kwargs), self._values)
             self._note_owned(given)

@@ -55,13 +55,13 @@ def run_for_real(
         for hook in list(hooked[name]._forward_hooks.values()) if name in hooked else ():
             clone.register_forward_hook(partial(_closed_hook, closing, hook))
     inner_args, inner_kwargs = unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
-    with torch.random.fork_rng(devices=[]), _Counting() as counting:
+    with torch.random.fork_rng(devices=[]), _Counting() as counting:  # type: ignore[no-untyped-call]
         out = clones.root(*inner_args, **inner_kwargs)
     _note_unknown(clones, hooked)
     return closing.of(out), counting.num_flops
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs that torch's `FlopCounterMode` counts.
 
     That one also follows modules, by hooks on what they are given, which fail inside of a custom

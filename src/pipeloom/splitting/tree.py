@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.batch.copies import copied_alike
 from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.chance import AROUND
 from pipeloom.recording.clone import Call, Clones, plain_values
 from pipeloom.recording.ops import INPUT, Recording, Value
 from pipeloom.recording.placeholder import Placeholder
@@ -210,7 +211,8 @@ class Tree:
         replay.modules, replay.originals = self.clones.of, _Runs(self)
         before, self._active = self._active, replay
         try:
-            out = replay.run(self.clones.root, *inputs)
+            with draws(AROUND, 0):
+                out = replay.run(self.clones.root, *inputs)
         finally:
             self._active = before
         return out, replay.value
