@@ -45,11 +45,12 @@ def too_early(tail: UncuttableCode, units: Sequence[str], num_stages: int, cuts:
         cuts: the nearest that work, by name.
     """
     last = f"the output of {units[-1]!r}, or what became of it" if units else "a value"
-    works = f"cuts={list(cuts)} works, " if cuts else ""
+    works = f"cuts={list(cuts)} works, or " if cuts else ""
+    calls = "1 call before it doesn't" if len(units) == 1 else f"{len(units)} calls before it don't"
     return UncuttableCode(
         f"{tail.message}; what it looks at is {last}. All that comes after has to be in the last stage, and the "
-        f"{len(units)} calls before it don't make {num_stages} stages that are about as heavy",
-        f"{works}or ask for fewer stages, keep that part within one module, or do it in loss_fn, on the output",
+        f"{calls} make {num_stages} stages that are about as heavy",
+        f"{works}ask for fewer stages, keep that part within one module, or do it in loss_fn, on the output",
     )
 
 
