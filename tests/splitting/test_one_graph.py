@@ -124,6 +124,18 @@ def test_a_gradient_within_what_one_stage_makes_is_no_bond():
     torch.testing.assert_close(found, without_evaluation(model, x))
 
 
+def test_a_graph_that_begins_at_a_detached_value_is_no_bond():
+    def between(model, made):
+        y = made[-1].detach().requires_grad_()
+        (y**3).sum().backward()
+        return made[-1] * y.grad
+
+    model, x = Chain(between), torch.randn(8, 8)
+    with pl.Pipeline(model, num_stages=6, num_microbatches=4, loss_fn=square) as pipe:
+        found = pipe.step(x)
+    torch.testing.assert_close(found, without_evaluation(model, x))
+
+
 class Keeps(nn.Module):
     """Leaves what it made in a global, and uses what is there."""
 

@@ -21,7 +21,7 @@ from pipeloom.recording import bonds, opaque, plain
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
-from pipeloom.recording.filled import Containers, Filled
+from pipeloom.recording.filled import Changes, Containers, Filled
 from pipeloom.recording.functions import look
 from pipeloom.recording.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.recording.made_up import run_for_real
@@ -225,6 +225,7 @@ class DryRun:
         with self._within(name) as node:
             if name in self._opaque:
                 return self._real(name, args, kwargs)
+            changes = Changes((args, kwargs), self._now)
             try:
                 out = run(*args, **kwargs)
             except (NoNumbers, RuntimeError) as error:
@@ -233,7 +234,8 @@ class DryRun:
                 self._opaque.add(name)
                 node.children.clear()
                 out = self._real(name, args, kwargs)
-            node.is_everywhere = not any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            has_values = any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            node.is_everywhere = not has_values and not changes.any()
             return out
 
     def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], variant: int = 0) -> Any:
@@ -276,7 +278,8 @@ class DryRun:
         with self._refusing(op):
             self._values.close(op, given, out, self._now.written | set(map(storage_of, written)))
         with self.process_draws.elsewhere():
-            plain.note(op, partial(self._real, name, args, kwargs) if name in self._opaque else None)
+            again = partial(self._real, name, args, kwargs) if name in self._opaque else None
+            plain.note(op, [each.shape for each in given], again)
         for target, path, leaf in effects.found(self._as_value):
             op.effects.append(Effect(target, path, len(op.outputs)))
             self._values.add(op, given, leaf)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.placeholder import Unseen
+from pipeloom.recording.placeholder import NoNumbers, Unseen
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, random.__file__)
 
@@ -32,6 +32,15 @@ def cannot_cut(error: BaseException) -> UncuttableCode:
     return UncuttableCode(
         f"{where} {does}: {line_of(error)}; {error}",
         "keep that part within one module, which then stays whole in a stage; or do it in loss_fn, on the output",
+    )
+
+
+def not_here(error: NoNumbers) -> UncuttableCode:
+    """The error for code that uses, on a stage, what only another one knows, and what the dry run let pass."""
+    return UncuttableCode(
+        f"the model's code uses what only another stage knows: {line_of(error)}; {error}",
+        "let the module that makes it return a tensor, which other stages get; or keep what makes it and what uses it "
+        "within one module, or in one stage with cuts=",
     )
 
 

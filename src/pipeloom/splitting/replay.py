@@ -75,7 +75,7 @@ class Replay:
         self._received_ops = {value.op for value in received}
         self._tail = recording.tail
         self._num_unplanned: Counter[str] = Counter()
-        self.mode = Seen(self._glue)
+        self.mode = Seen(self._glue, is_stage=True)
 
     def run(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model; None where this is not the last stage."""
