@@ -239,3 +239,26 @@ def test_a_tensor_that_a_module_which_looks_at_numbers_leaves_on_itself_goes_to_
         torch.testing.assert_close(found, sum(losses).detach())
         for one, two in zip(pipe.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_what_a_model_raises_in_its_dry_run_has_a_note_that_says_so():
+    """A hook of the user's fills a dict that the model reads: a bare `KeyError`, and the loop before had worked."""
+    kept = {}
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.layers[0].register_forward_hook(lambda module, args, output: kept.update(first=output))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x + kept["first"]
+
+    with (
+        pytest.raises(KeyError, match="first") as caught,
+        pl.Pipeline(Reads(), num_stages=2, num_microbatches=2, loss_fn=lambda y: y.mean()) as pipe,
+    ):
+        pipe.step(torch.randn(4, 8))
+    assert any("to see how to cut it" in note and "hooks" in note for note in caught.value.__notes__)

@@ -23,6 +23,7 @@ from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
 from pipeloom.recording.filled import Changes, Containers, Filled
 from pipeloom.recording.functions import look
+from pipeloom.recording.global_state import without_globals
 from pipeloom.recording.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
@@ -41,7 +42,7 @@ from pipeloom.recording.prepare import device_of, is_written, prepare, version_o
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
 from pipeloom.recording.reached import check_outside, check_seen, check_written
-from pipeloom.recording.refusals import cannot_cut
+from pipeloom.recording.refusals import cannot_cut, in_dry_run
 from pipeloom.recording.shared import sharing
 from pipeloom.recording.tail import reachable
 from pipeloom.recording.touched import Touched
@@ -119,7 +120,8 @@ class DryRun:
             state = torch.get_rng_state()
             self._caches.note(self._units)
             try:
-                out = self._called(args, kwargs)
+                with in_dry_run(), without_globals(self._clones, self._is_of_batch):
+                    out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
                 self.has_drawn = not torch.equal(torch.get_rng_state(), state)
@@ -204,6 +206,9 @@ class DryRun:
         except NoNumbers as error:
             self._called_unseen = error
             raise
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return self._units is not None and (self._values.is_known(tensor) or id(tensor) in self._variable)
 
     @contextmanager
     def _within(self, name: str) -> Iterator[Node]:

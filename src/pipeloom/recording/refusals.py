@@ -6,14 +6,15 @@ import contextlib
 import linecache
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pipeloom.errors import UncuttableCode
+from pipeloom.errors import PipeloomError, UncuttableCode
+from pipeloom.recording.functions import Met
 from pipeloom.recording.placeholder import NoNumbers, Unseen
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, random.__file__)
@@ -90,6 +91,23 @@ def called_again(name: str, home: int, now: int) -> UncuttableCode:
         f"cut it by inputs that take the longer way (example_args=), or keep {name!r} and what is called before it in "
         "one stage with cuts=",
     )
+
+
+@contextlib.contextmanager
+def in_dry_run() -> Iterator[None]:
+    """Say of what a model's own code raises that it was in a dry run."""
+    try:
+        yield
+    except (NoNumbers, Met, PipeloomError):
+        raise
+    except Exception as error:
+        note = (
+            "raised while the model ran to see how to cut it: on one micro-batch, with placeholders for weights and "
+            "what is made of them (shapes and types, no numbers), and without the hooks that you have registered"
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
 
 
 def line_of(error: BaseException) -> str:
