@@ -21,8 +21,9 @@ from pipeloom.recording import bonds, opaque, plain
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
-from pipeloom.recording.filled import Containers, Filled
+from pipeloom.recording.filled import Changes, Containers, Filled
 from pipeloom.recording.functions import look
+from pipeloom.recording.global_state import without_globals
 from pipeloom.recording.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
@@ -41,7 +42,7 @@ from pipeloom.recording.prepare import device_of, is_written, prepare, version_o
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
 from pipeloom.recording.reached import check_outside, check_seen, check_written
-from pipeloom.recording.refusals import cannot_cut
+from pipeloom.recording.refusals import cannot_cut, in_dry_run
 from pipeloom.recording.shared import sharing
 from pipeloom.recording.tail import reachable
 from pipeloom.recording.touched import Touched
@@ -120,7 +121,8 @@ class DryRun:
             state = torch.get_rng_state()
             self._caches.note(self._units)
             try:
-                out = self._called(args, kwargs)
+                with in_dry_run(), without_globals(self._clones, self._is_of_batch):
+                    out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
                 self.recording.is_by_chance = chance.is_used
@@ -207,6 +209,9 @@ class DryRun:
             self._called_unseen = error
             raise
 
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return self._units is not None and (self._values.is_known(tensor) or id(tensor) in self._variable)
+
     @contextmanager
     def _within(self, name: str) -> Iterator[Node]:
         node = Node(name, self._clones.originals[name])
@@ -227,6 +232,7 @@ class DryRun:
         with self._within(name) as node:
             if name in self._opaque:
                 return self._real(name, args, kwargs)
+            changes = Changes((args, kwargs), self._now)
             try:
                 out = run(*args, **kwargs)
             except (NoNumbers, RuntimeError) as error:
@@ -235,7 +241,8 @@ class DryRun:
                 self._opaque.add(name)
                 node.children.clear()
                 out = self._real(name, args, kwargs)
-            node.is_everywhere = not any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            has_values = any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            node.is_everywhere = not has_values and not changes.any()
             return out
 
     def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], variant: int = 0) -> Any:
@@ -278,7 +285,8 @@ class DryRun:
         with self._refusing(op):
             self._values.close(op, given, out, self._now.written | set(map(storage_of, written)))
         with self.process_draws.elsewhere():
-            plain.note(op, partial(self._real, name, args, kwargs) if name in self._opaque else None)
+            again = partial(self._real, name, args, kwargs) if name in self._opaque else None
+            plain.note(op, [each.shape for each in given], again)
         for target, path, leaf in effects.found(self._as_value):
             op.effects.append(Effect(target, path, len(op.outputs)))
             self._values.add(op, given, leaf)

@@ -24,7 +24,7 @@ from pipeloom.recording.ops import INPUT, Op, Recording, Value
 from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.plainly import Draws, no_draws
 from pipeloom.recording.process_draws import refuse_process_draws
-from pipeloom.recording.refusals import cannot_cut, check_ready, too_early
+from pipeloom.recording.refusals import cannot_cut, check_ready, not_here, too_early
 from pipeloom.recording.spec import Modes, spec
 from pipeloom.recording.stand_ins import stand_in
 from pipeloom.splitting.choose import Weights, choose_units, count, is_heavy, late_ones, skipped
@@ -356,7 +356,7 @@ class Cut:
         try:
             out, value = self._trees[stage].run(plan.recording, plan.flow, stage, (args, kwargs), values, draws)
         except (OtherWay, NoNumbers) as error:
-            raise (other_way(error) if isinstance(error, OtherWay) else cannot_cut(error)) from error
+            raise (other_way(error) if isinstance(error, OtherWay) else not_here(error)) from error
         leaves = _leaves(args, kwargs) if any(each.op == INPUT for each in own.outgoing) else ()
         return out, tuple(leaves[v.leaf] if v.op == INPUT else value(v) for v in own.outgoing)
 

@@ -79,7 +79,7 @@ class Replay:
         self._results = frozenset(recording.results)
         # By chance the same calls may be given other values: seen only where all of them are placeholders.
         self._value_of: dict[int, Value] | None = {} if stage is None and recording.is_by_chance else None
-        self.mode = Seen(self._glue)
+        self.mode = Seen(self._glue, is_stage=True)
 
     def run(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model; None where this is not the last stage."""
