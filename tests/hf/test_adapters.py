@@ -48,13 +48,10 @@ def test_learned_tokens_in_front(num_virtual_tokens):
 
 
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-def test_a_prefix_of_keys_and_values_says_what_is_in_the_way():
+def test_a_prefix_of_keys_and_values():
     kind = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    pipe = pl.Pipeline(peft.get_peft_model(models.llama(), kind), num_stages=2, num_microbatches=4)
-    with pytest.raises(
-        pl.errors.UncuttableCode, match=r"layers\.2' uses a value that another stage has.*cache_utils\.py"
-    ):
-        pipe.step(**models.batch())
+    pipe = check(peft.get_peft_model(models.llama(), kind))
+    assert models.gradients(pipe)
 
 
 def test_adapters_made_after_unwrap():

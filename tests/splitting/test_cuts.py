@@ -5,6 +5,7 @@ import pytest
 from pipeloom.errors import SplitError
 from pipeloom.recording.ops import Kind, Op, Recording
 from pipeloom.splitting.cuts import place_cuts
+from pipeloom.splitting.together import Bond
 
 NAMES = ["embed", "blocks.0.a", "blocks.0.b", "blocks.1", "blocks.2", "head"]
 
@@ -20,7 +21,7 @@ def test_stages_are_balanced_by_weight():
 
 
 def test_a_balanced_cut_separates_nothing_that_belongs_together():
-    assert placed(2, together=[(1, 4)]) in ([1], [5])
+    assert placed(2, together=[Bond(1, 4)]) in ([1], [5])
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,12 @@ def test_as_many_numbers_as_stages_are_sizes():
     ("options", "said"),
     [
         ({"num_stages": 7}, "the model has 6 parts that a cut can separate"),
-        ({"num_stages": 3, "together": [(0, 4)]}, "the model has 2 parts that a cut can separate"),
+        ({"num_stages": 3, "together": [Bond(0, 4)]}, "2 parts .* separate: embed to blocks.2, head. The calls from"),
         ({"cuts": [2, 2]}, "they must ascend"),
         ({"cuts": [0]}, "they must ascend"),
         ({"cuts": ["nowhere"]}, "no module of that name was called"),
         ({"cuts": [2], "num_stages": 3}, "make 2 stages, but num_stages=3"),
-        ({"cuts": [2], "together": [(1, 3)]}, "between which memory is shared and written"),
+        ({"cuts": [2], "together": [Bond(1, 3)]}, "memory is shared between them and written"),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(options, said):

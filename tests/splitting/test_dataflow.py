@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeloom.recording.ops import INPUT, Form, Kind, Op, Recording, Value
 from pipeloom.splitting.dataflow import flow
-from pipeloom.splitting.together import together
+from pipeloom.splitting.together import Bond, together
 
 UNIT, GLUE, EVERYWHERE = Kind.UNIT, Kind.GLUE, Kind.EVERYWHERE
 
@@ -109,17 +109,17 @@ def test_calls_of_a_unit_that_writes_its_buffers_stay_together():
     made = recording((UNIT, ()), (UNIT, (0,)), (UNIT, (1,)), (UNIT, (2,)))
     made.ops[1].what = made.ops[2].what = "norm"
     made.written_buffers = (("norm.inner", "mean"),)
-    assert together(made, ()) == [(1, 2)]
+    assert together(made, ()) == [Bond(1, 2)]
 
 
 def test_ops_that_use_a_buffer_which_a_value_is_written_into_stay_together():
     made = recording((UNIT, ()), (GLUE, (0,)), (UNIT, (1,)), (GLUE, (2,)))
     made.ops[1].weights = made.ops[3].weights = (("", "average"),)
-    assert together(made, {("", "average")}) == [(0, 1)]
+    assert together(made, {("", "average")}) == [Bond(0, 1)]
     assert together(made, ()) == []
 
 
-@pytest.mark.parametrize(("uses", "found"), [((0, 1), [(0, 1)]), ((1,), [])], ids=["used after", "not used"])
+@pytest.mark.parametrize(("uses", "found"), [((0, 1), [Bond(0, 1)]), ((1,), [])], ids=["used after", "not used"])
 def test_a_write_stays_with_what_shares_its_memory_and_is_used_later(uses, found):
     made = recording((UNIT, ()), (UNIT, (0,)), (UNIT, uses))
     made.ops[1].holders[1] = Value(0, 0)

@@ -79,6 +79,33 @@ def test_layer_drop(num_stages):
     assert all(layer.weight.grad is not None for layer in model.layers)
 
 
+class CountsItsLayers(nn.Module):
+    """Adds up what its layers said, and fails where chance left none: NLLB's experts do with few layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.odds = 0.5
+
+    def forward(self, x):
+        said = []
+        for layer in self.layers:
+            if torch.rand([]) < self.odds:
+                x = layer(x).tanh()
+                said.append(x.mean())
+        return x + torch.stack(said).sum()
+
+
+def test_a_draw_that_the_model_fails_for():
+    """A model that skips layers is surveyed with several draws; one for which its own code fails says nothing."""
+    torch.manual_seed(0)
+    model, x = CountsItsLayers(), torch.randn(8, 8)
+    assert pl.split(model, (x,), num_stages=2).num_stages == 2
+    model.odds = 0.0
+    with pytest.raises(RuntimeError, match="stack expects a non-empty TensorList"):
+        pl.split(model, (x,), num_stages=2)
+
+
 def test_a_dropped_out_table_is_the_same_on_every_stage():
     """XLNet drops out its positions; each stage drew another mask from the process's generator, and bits differed."""
     torch.manual_seed(0)

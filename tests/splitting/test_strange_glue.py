@@ -1,5 +1,6 @@
 """What the code of parents does besides calling units and torch's functions, as real models do it."""
 
+import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -231,6 +232,42 @@ def test_modules_that_a_custom_function_calls_are_kept_in_one():
     layers = [nn.Linear(8, 8), Reversible(), nn.Linear(8, 8), Reversible()]
     pipe = pl.Pipeline(nn.Sequential(*layers), num_stages=4, num_microbatches=4, loss_fn=square)
     assert pipe.step(torch.randn(8, 8)).isfinite()
+
+
+class Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        one, other = x.chunk(2, dim=-1)
+        with torch.no_grad():
+            other = other + layer(one)
+        ctx.save_for_backward(one.detach(), other.detach())
+        ctx.layer = layer
+        return torch.cat([one, other], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (one, _), (grad_one, grad_other) = ctx.saved_tensors, grad.chunk(2, dim=-1)
+        with torch.enable_grad():
+            one = one.requires_grad_()
+            ctx.layer(one).backward(grad_other)
+        return torch.cat([grad_one + one.grad, grad_other], dim=-1), None
+
+
+class Hashes(nn.Module):
+    """Reformer's encoder: reversible layers, in a custom autograd function, that look at numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Halves.apply(x if x.abs().max() > 0 else x + 1, self.layer)
+
+
+def test_a_custom_function_in_a_module_that_looks_at_numbers():
+    """Counting its FLOPs put hooks on what modules are given, and a custom function's code has no graph: it raised."""
+    layers = [nn.Sequential(nn.Linear(8, 8), Hashes()) for _ in range(3)]
+    assert_like_plain(lambda: Chain(lambda model, layer, x, *_: layer(x), copy.deepcopy(nn.ModuleList(layers))))
 
 
 def in_a_thread(model, layer, x, inputs, index):

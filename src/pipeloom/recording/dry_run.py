@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.recording import opaque
+from pipeloom.recording import bonds, opaque, plain
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
@@ -41,7 +42,7 @@ from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
 from pipeloom.recording.reached import check_outside, check_seen, check_written
 from pipeloom.recording.refusals import cannot_cut
-from pipeloom.recording.shared import Shared
+from pipeloom.recording.shared import sharing
 from pipeloom.recording.tail import reachable
 from pipeloom.recording.touched import Touched
 from pipeloom.recording.values import Values
@@ -111,8 +112,9 @@ class DryRun:
         leaves = self._opened(args, kwargs)
         args, kwargs = unflatten(leaves, flatten((args, kwargs))[1])
         versions = [version_of(leaf) for leaf in leaves]
+        shared = sharing(self._clones, self._units, self.recording)
         # Where nobody says how to draw, the same numbers each time, and none of the user's.
-        with torch.random.fork_rng(devices=[]), self._sharing(), computing() as self._now:
+        with torch.random.fork_rng(devices=[]), shared, computing() as self._now:
             torch.default_generator.manual_seed(self._seed)  # not those of other devices, which nobody puts back
             state = torch.get_rng_state()
             self._caches.note(self._units)
@@ -156,21 +158,6 @@ class DryRun:
             if self._called_unseen is None:
                 raise
             raise self._called_unseen from error
-
-    @contextmanager
-    def _sharing(self) -> Iterator[None]:
-        """Objects that modules share are as before after the run; tensors of several stages may not be in them."""
-        shared = Shared(self._clones)
-        try:
-            yield
-        except BaseException as error:
-            written = shared.put_back()
-            if isinstance(error, NoNumbers) and self._units is not None:
-                shared.among(written, self._units)
-            raise
-        written = shared.put_back()
-        if self._units is not None:
-            self.recording.sharing = shared.among(written, self._units)
 
     def _note_results(self, out: Any) -> None:
         leaves = [self._values.shadow(leaf) for leaf in flatten(out)[0] if isinstance(leaf, Tensor)]
@@ -249,10 +236,10 @@ class DryRun:
             node.is_everywhere = not any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
             return out
 
-    def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        below = self._clones.below(name)
-        out, num_flops = run_for_real(self._clones.originals[name], args, kwargs, self._device, below)
-        self._now.num_flops += num_flops
+    def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], variant: int = 0) -> Any:
+        hooked = self._clones.below(name) if variant == 0 else {}
+        out, num_flops = run_for_real(self._clones.originals[name], args, kwargs, self._device, hooked, variant)
+        self._now.num_flops += num_flops if variant == 0 else 0
         return out
 
     def _unit(self, name: str, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,6 +259,7 @@ class DryRun:
         effects, containers = Effects(self._clones, name), Containers((args, kwargs))
         versions = [version_of(each) for each in given]
         self._now.written.clear()
+        self._now.begin(op.index, given)
         self.is_inside = True
         try:
             with self.process_draws.elsewhere(), self._within(name), self._draws(name, op.call):
@@ -279,12 +267,16 @@ class DryRun:
         finally:
             self.is_inside = False
         op.left = self._touched.after(name)
+        bonds.of_unit(ops, op, given, self._now, self._values)
+        self._now.begin(op.index)
         out = self._as_values(given, out)
         op.num_flops = self._now.num_flops - before
         op.weights = self._values.weights_among([*given, *weights_of_modules(leaves)])
         written = [each for each, version in zip(given, versions, strict=True) if is_written(each, version)]
         with self._refusing(op):
             self._values.close(op, given, out, self._now.written | set(map(storage_of, written)))
+        with self.process_draws.elsewhere():
+            plain.note(op, partial(self._real, name, args, kwargs) if name in self._opaque else None)
         for target, path, leaf in effects.found(self._as_value):
             op.effects.append(Effect(target, path, len(op.outputs)))
             self._values.add(op, given, leaf)
@@ -335,6 +327,7 @@ class DryRun:
             before, versions = self._now.num_flops, [version_of(each) for each in given]
             self._now.written.clear()
             self._now.has_read = False
+            self._now.begin(op.index)
             check_outside()
             with self._drawing(op), opaque.used_by(func, self._values.shadowed) as used:
                 out = func(*args, **kwargs)
@@ -348,6 +341,7 @@ class DryRun:
             check_written(given, self._now.written, self._values, self._units or ())
             op.weights = self._values.weights_among([*given, *used])
             self._values.close(op, given, out, self._now.written, used)
+            bonds.of_glue(ops, op, (args, kwargs), self._values)
             self._note_owned(given)
         return out
 

@@ -141,6 +141,6 @@ def _outline(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
         return "value", tuple(leaf.shape), leaf.dtype
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
-        numbers = leaf.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        numbers = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
         return "tensor", tuple(leaf.shape), leaf.dtype, numbers.numpy().tobytes()
     return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, _PLAIN) else type(leaf).__name__

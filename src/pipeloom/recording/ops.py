@@ -113,6 +113,8 @@ class Op:
         given: attributes of the unit's modules that code outside of it set before the call, by module and name.
         left: plain values that the call left in attributes of the unit's modules.
         raised: what it raised, if it did not return.
+        plain: which of its outputs are numbers, flags or text that a unit returned, as the dry run has them.
+        bonds: earlier ops that the same stage has to run, and why.
         targets: per output that is a real tensor which a placeholder was written into, where that is found.
     """
 
@@ -138,6 +140,8 @@ class Op:
     targets: dict[int, Target] = field(default_factory=dict)
     filled: list[Filled] = field(default_factory=list)
     raised: Exception | None = None
+    plain: dict[int, Any] = field(default_factory=dict)
+    bonds: dict[int, str] = field(default_factory=dict)
     given: tuple[tuple[str, str], ...] = ()
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ Outside `computing` any kernel on a placeholder raises: a value of another stage
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,12 +45,43 @@ class Computing:
         num_flops: of matrix products and convolutions, as torch's `FlopCounterMode` counts them.
         written: storages that were written into, of placeholders, and of real tensors by kernels that saw some.
         has_read: whether the shape of a placeholder depends on the numbers of a real tensor.
+        found: of the unit that runs, the ops of which it uses tensors that it was not given.
+        has_gone_back: whether it ran backward through what was there before it.
     """
 
     def __init__(self) -> None:
         self.num_flops = 0
         self.written: set[int] = set()
         self.has_read = False
+        self.found: set[int] = set()
+        self.has_gone_back = False
+        self._op: int | None = None
+        self._given: set[int] | None = None
+        self._first_node = 0
+
+    def begin(self, op: int, given: Iterable[Any] | None = None) -> None:
+        """An op begins; of a unit's, ``given`` are the tensors that it may use."""
+        self._op, self._given = op, None if given is None else set(map(id, given))
+        self.found, self.has_gone_back = set(), False
+        self._first_node = torch._C._autograd._get_sequence_nr()
+
+    def made(self, placeholder: Placeholder) -> Placeholder:
+        """Note of a new placeholder who made it."""
+        placeholder.maker = self._op
+        return placeholder
+
+    def used(self, placeholder: Placeholder) -> None:
+        """Note what a kernel uses that is neither the unit's own nor given to it."""
+        if self._given is None or placeholder.maker in (None, self._op) or id(placeholder) in self._given:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self.found.add(placeholder.maker)
+
+    def ran(self) -> None:
+        """Note whether a kernel is one of a backward through an earlier op."""
+        if self._given is not None and torch._C._current_graph_task_id() != -1:
+            node = torch._C._current_autograd_node()
+            self.has_gone_back |= node is not None and node._sequence_nr() < self._first_node
 
 
 @contextmanager
@@ -73,6 +104,7 @@ class Placeholder(Tensor):
     """
 
     meta: Tensor
+    maker: int | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -154,6 +186,7 @@ def _computed(now: Computing, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
     def opened(value: Any) -> Any:
         if isinstance(value, Placeholder):
+            now.used(value)
             devices.append(value.device)
             owners[id(value.meta)] = value
             return value.meta
@@ -179,8 +212,9 @@ def _computed(now: Computing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         if not isinstance(value, Tensor):
             return value
         owner = owners.get(id(value))
-        return Placeholder(value, device) if owner is None else owner
+        return now.made(Placeholder(value, device)) if owner is None else owner
 
+    now.ran()
     return tree_map(closed, out)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,12 +18,36 @@ from torch import Tensor, nn
 from pipeloom.batch.trees import flatten
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.clone import Clones
+from pipeloom.recording.ops import Recording
+from pipeloom.recording.placeholder import NoNumbers
 
 _CONTAINERS = (list, dict, set)
 _NO_STATE = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 Place = tuple[str, str]
+
+
+@contextmanager
+def sharing(clones: Clones, units: Collection[str] | None, recording: Recording) -> Iterator[None]:
+    """Objects that modules share are as before after a run; tensors of several stages may not be in them.
+
+    Args:
+        clones: of the dry run.
+        units: whose calls it records; None where it records none.
+        recording: gets the units that share an object.
+    """
+    shared = Shared(clones)
+    try:
+        yield
+    except BaseException as error:
+        written = shared.put_back()
+        if isinstance(error, NoNumbers) and units is not None:
+            shared.among(written, units)
+        raise
+    written = shared.put_back()
+    if units is not None:
+        recording.sharing = shared.among(written, units)
 
 
 class Shared:

@@ -14,10 +14,10 @@ _USES = (
 
 
 class Unknown:
-    """Stands in an attribute of a module for a plain value that its code made of numbers.
+    """Stands for a plain value that a unit made of numbers, in an attribute or in what it returned.
 
     Args:
-        name: of the attribute, with its module.
+        name: of the attribute, with its module; or what it is.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,6 +27,12 @@ class Unknown:
         return f"<{self._name}, which a unit makes of numbers>"
 
     __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Called for ``torch.mul(x, unknown)``, which would call it a wrong type."""
+        found = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)]
+        _refused(found[0] if found else cls(f"what {func.__name__} was given"))
 
 
 def _refused(self: Unknown, *_: Any) -> NoReturn:

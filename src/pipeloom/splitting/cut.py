@@ -36,7 +36,7 @@ from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.replay import OtherWay, other_way
 from pipeloom.splitting.structure import Structure
 from pipeloom.splitting.survey import surveyed
-from pipeloom.splitting.together import together
+from pipeloom.splitting.together import check_together, together
 from pipeloom.splitting.tree import Tree, inputs_of, own_inputs, shell_of_buffers
 from pipeloom.splitting.unit import Unit
 
@@ -297,7 +297,9 @@ class Cut:
 
     def _flow(self, recording: Recording) -> Flow:
         calls, first = ([(op.what, op.call) for op in each.unit_ops] for each in (recording, self.first))
-        return flow(recording, stages_of(calls, first, self._stage_of_call), self.num_stages)
+        stages = stages_of(calls, first, self._stage_of_call)
+        check_together(together(recording, self._owned), stages, recording)
+        return flow(recording, stages, self.num_stages)
 
     def _kept_whole(self, error: NoNumbers) -> bool:
         """Make the module whose code looks at numbers one that is not looked into, if that is still possible."""
@@ -353,8 +355,8 @@ class Cut:
         args, kwargs = inputs_of(plan.recording, stage, *own_inputs(plan.recording, *inputs), values)
         try:
             out, value = self._trees[stage].run(plan.recording, plan.flow, stage, (args, kwargs), values, draws)
-        except OtherWay as error:
-            raise other_way(error) from error
+        except (OtherWay, NoNumbers) as error:
+            raise (other_way(error) if isinstance(error, OtherWay) else cannot_cut(error)) from error
         leaves = _leaves(args, kwargs) if any(each.op == INPUT for each in own.outgoing) else ()
         return out, tuple(leaves[v.leaf] if v.op == INPUT else value(v) for v in own.outgoing)
 

@@ -11,6 +11,7 @@ from pipeloom.errors import SplitError
 from pipeloom.ir.counts import is_whole
 from pipeloom.recording.ops import Recording
 from pipeloom.splitting.balance import balanced_cuts
+from pipeloom.splitting.together import Bond
 
 Cuts = Sequence[int] | Sequence[str]
 """Indices of calls of units, names of modules, or the number of calls in each stage."""
@@ -21,7 +22,7 @@ def place_cuts(
     weights: Sequence[float],
     num_stages: int | None,
     cuts: Cuts | None,
-    together: Sequence[tuple[int, int]] = (),
+    together: Sequence[Bond] = (),
 ) -> list[int]:
     """The first call of a unit in each stage but the first.
 
@@ -31,7 +32,7 @@ def place_cuts(
         num_stages: how many stages.
         cuts: ``[2, 5]`` starts stages before calls 2 and 5; names start them before the first call of a module, or
             within it; as many numbers as stages, which add up to the number of calls, are sizes. None balances.
-        together: ranges of calls, both ends included, that one stage runs.
+        together: ranges of calls that one stage runs.
 
     Raises:
         SplitError: there are too few calls, or the cuts make no sense.
@@ -50,25 +51,32 @@ def place_cuts(
             "let it call them (not torch's functions with their weights, and no copies of them in objects of its own)",
         )
     if len(groups) < num_stages:
-        raise SplitError(
-            f"num_stages={num_stages} was given, but the model has {len(groups)} parts that a cut can separate: "
-            f"{_listed([_part(names[start:end]) for start, end in groups])}",
-            "ask for fewer stages, or name places inside of them with cuts=",
-        )
+        raise _too_few(names, groups, num_stages, together)
     sums = [sum(weights[start:end]) for start, end in groups]
     return [groups[index][0] for index in balanced_cuts(sums, num_stages)]
 
 
-def _part(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} (which share an object or memory)"
+def _too_few(
+    names: Sequence[str], groups: Sequence[tuple[int, int]], num_stages: int, together: Sequence[Bond]
+) -> SplitError:
+    """The refusal, with what keeps calls together."""
+    parts = [names[start] if end == start + 1 else f"{names[start]} to {names[end - 1]}" for start, end in groups]
+    noun = "part" if len(parts) == 1 else "parts"
+    message = (
+        f"num_stages={num_stages} was given, but the model has {len(parts)} {noun} that a cut can separate: "
+        f"{', '.join(parts[:8])}{', …' if len(parts) > 8 else ''}"
+    )
+    widest: dict[str, Bond] = {}
+    for bond in sorted(together, key=lambda each: each.last - each.first):
+        widest[bond.why] = bond
+    for first, last, why in widest.values():
+        message += f". The calls from {names[first]!r} to {names[last]!r} have to be in one stage: {why}"
+    hint = "ask for fewer stages, or name places inside of them with cuts="
+    return SplitError(message, "ask for fewer stages, or change the model in that" if widest else hint)
 
 
-def _listed(parts: Sequence[str]) -> str:
-    return ", ".join(parts[:8]) + (", …" if len(parts) > 8 else "")
-
-
-def _groups(num_calls: int, together: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined = {index for first, last in together for index in range(first + 1, last + 1)}
+def _groups(num_calls: int, together: Sequence[Bond]) -> list[tuple[int, int]]:
+    joined = {index for first, last, _ in together for index in range(first + 1, last + 1)}
     starts = [index for index in range(num_calls) if index not in joined]
     return list(pairwise([*starts, num_calls]))
 
@@ -140,14 +148,12 @@ def index_of(names: Sequence[str], wanted: str) -> int:
     )
 
 
-def _check_together(names: Sequence[str], starts: Sequence[int], together: Sequence[tuple[int, int]]) -> None:
+def _check_together(names: Sequence[str], starts: Sequence[int], together: Sequence[Bond]) -> None:
     for start in starts:
-        for first, last in together:
+        for first, last, why in together:
             if first < start <= last:
                 raise SplitError(
                     f"a cut before call {start} ({names[start]}) would separate call {first} ({names[first]}) from "
-                    f"{last} ({names[last]}), between which memory is shared and written: a buffer, a tensor and a "
-                    "view of it that is written into, or an object in which tensors are kept; each stage would have a "
-                    "graph, or a copy, of its own",
+                    f"{last} ({names[last]}); {why}",
                     f"cut before call {first}, or after call {last}",
                 )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeloom.batch.trees import LEAF, flatten, unflatten
 from pipeloom.errors import UncuttableCode
+from pipeloom.recording import plain
 from pipeloom.recording.checkpoints import checkpointed
 from pipeloom.recording.clone import Call
 from pipeloom.recording.glue import DRAWS, Seen, exchanged, read, tensors_in, unseen
@@ -140,6 +141,8 @@ class Replay:
             each.copy((args, kwargs), code_has)
         for module, key in op.left:
             vars(self.modules[module])[key] = vars(self.originals[module]).get(key)
+        if not self._is_last:
+            plain.check(op, out)
         self._keep(op, (args, kwargs), out)
         return out
 

@@ -24,6 +24,7 @@ def surveyed(root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], op
         opaque: gets the names of modules that look at numbers.
     """
     found: list[tuple[Node, int]] = []
+    failure: Exception | None = None
     for seed in range(_MOST_SURVEYS):
         survey = DryRun(root, None, opaque, seed=seed)
         try:
@@ -31,7 +32,14 @@ def surveyed(root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], op
         except NoNumbers as error:
             if not survey.tree.children:
                 raise cannot_cut(error) from error
+        except Exception as error:
+            if not survey.has_drawn:
+                raise
+            failure = failure or error  # with other draws it may go well
+            continue
         found.append((survey.tree, seed))
         if not survey.has_drawn:
             break
+    if not found and failure is not None:
+        raise failure
     return max(found, key=lambda each: (each[0].num_calls, -each[1]))

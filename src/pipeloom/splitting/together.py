@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Kind, Recording, Value
 
 Place = tuple[str, str]
+_MEMORY = (
+    "memory is shared between them and written: a buffer, a tensor and a view of it that is written into, or an object "
+    "in which tensors are kept; each stage would have a graph, or a copy, of its own"
+)
 
 
-def together(recording: Recording, owned: Collection[Place]) -> list[tuple[int, int]]:
-    """Ranges of calls, both ends included, that a cut may not separate.
+class Bond(NamedTuple):
+    """Calls of units that no cut may separate.
+
+    Args:
+        first: the first of them, counted among the calls of units.
+        last: the last.
+        why: in words, of "the former" and "the latter".
+    """
+
+    first: int
+    last: int
+    why: str = _MEMORY
+
+
+def together(recording: Recording, owned: Collection[Place]) -> list[Bond]:
+    """Ranges of calls that a cut may not separate.
 
     Two stages can neither use one Python object at the same time, nor write one buffer, nor see in a tensor what
     another stage writes into memory that it shares: each has a graph of its own, and in other processes memory of its
@@ -37,7 +56,31 @@ def together(recording: Recording, owned: Collection[Place]) -> list[tuple[int, 
                 found[place].append(unit_of[op.index])
     ranges = [(calls[0], calls[-1]) for calls in found.values()]
     ranges += _shared_writes(recording, unit_of)
-    return sorted({(first, last) for first, last in ranges if first < last})
+    bonds = {Bond(first, last) for first, last in ranges}
+    bonds |= {Bond(unit_of[i], unit_of[op.index], why) for op in recording.ops for i, why in op.bonds.items()}
+    return sorted(bond for bond in bonds if bond.first < bond.last)
+
+
+def check_together(bonds: Collection[Bond], stages: Sequence[int], recording: Recording) -> None:
+    """Raise for inputs with which the model's code does what the cut, made by others, separates.
+
+    Args:
+        bonds: of these inputs.
+        stages: of each call of a unit.
+        recording: of these inputs.
+
+    Raises:
+        UncuttableCode: it is so.
+    """
+    for first, last, why in bonds:
+        if stages[first] != stages[last]:
+            one, other = (recording.unit_ops[each].what for each in (first, last))
+            raise UncuttableCode(
+                f"with these inputs {one!r} of stage {stages[first]} and {other!r} of stage {stages[last]} would have "
+                f"to be in one stage: {why}. With the inputs by which the model was cut it was not so",
+                f"cut it by inputs that take this way (example_args=), or have all from {one!r} to {other!r} in one "
+                "stage with cuts=",
+            )
 
 
 def _units_of(recording: Recording) -> list[int]:

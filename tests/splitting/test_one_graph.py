@@ -1,0 +1,201 @@
+"""What only one stage can do, because it reaches past what stages hand to each other.
+
+The story: forces are the gradient of an energy. A model of atoms ran in two stages, its last line called
+`torch.autograd.grad(energy, positions)`, and training went on without a word: the last stage's graph begins where its
+stage begins, so the gradient lacked all that the first stage computes. Such calls now stay in one stage, and so do
+modules of which one leaves a tensor in a global that another one reads: with several stages that is another
+micro-batch's.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import SplitError, UncuttableCode
+from tests.splitting.test_strange_glue import assert_like_plain, square
+
+KEPT: dict[str, torch.Tensor] = {}
+
+
+class Chain(nn.Module):
+    """Layers, and what is made of what they return."""
+
+    def __init__(self, after, num_layers=6, last=None):
+        super().__init__()
+        self.layers, self.after, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers)), after, last
+
+    def forward(self, x):
+        x, made = x.detach(), []
+        if self.after is of_the_input:
+            x.requires_grad_()
+        made.append(x)
+        for layer in self.layers:
+            made.append(layer(made[-1]).tanh())
+        return self.after(self, made)
+
+
+def grad(of, by, **options):
+    with torch.enable_grad():
+        return torch.autograd.grad(of.sum(), by, create_graph=True, **options)[0]
+
+
+def of_the_input(model, made):
+    return grad(made[-1] + made[0] ** 3, made[0])
+
+
+def of_a_value(model, made):
+    return grad(made[-1] * made[2], made[2]) + made[-1]
+
+
+def of_an_unused_one(model, made):
+    found = grad(made[-1], made[2], allow_unused=True)
+    return made[-1] if found is None else found + made[-1]
+
+
+def of_a_weight(model, made):
+    return made[-1] + grad(made[-1], model.layers[2].weight).sum()
+
+
+class Force(nn.Module):
+    def forward(self, energy, x):
+        return grad(energy, x)
+
+
+def in_a_module(model, made):
+    return model.last(made[-1] + made[2] ** 2, made[2]) + made[-1]
+
+
+def model_of(after):
+    return Chain(after, last=Force() if after is in_a_module else None)
+
+
+def without_evaluation(model, x):
+    """A step of a plain loop."""
+    losses = [square(model(each)) / 4 for each in x.chunk(4)]
+    for each in losses:
+        each.backward()
+    return sum(losses).detach()
+
+
+@pytest.mark.parametrize("after", [of_a_value, of_an_unused_one, in_a_module])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_differentiates_another_call_is_in_its_stage(after, schedule, recompute):
+    torch.manual_seed(0)
+    model, whole, x = model_of(after), model_of(after), torch.randn(8, 8)
+    whole.load_state_dict(model.state_dict())
+    options = {"schedule": schedule, "num_microbatches": 4, "loss_fn": square, "recompute": recompute}
+    with pl.Pipeline(model, num_stages=3, **options) as pipe:
+        found, expected = pipe.step(x), without_evaluation(whole, x)
+        assert torch.equal(found, expected)
+        theirs = dict(whole.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+        stages = pipe.layout["stages"]
+    assert len(stages) == 3
+
+
+@pytest.mark.parametrize("after", [of_the_input, of_a_weight])
+def test_what_differentiates_all_calls_cannot_be_cut(after):
+    wanted = r"(?s)from 'layers\.[02]' to 'layers\.5'.*one stage: .*differentiates.*autograd"
+    with (
+        pytest.raises(SplitError, match=wanted),
+        pl.Pipeline(model_of(after), num_stages=5, num_microbatches=4, loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(8, 8))
+
+
+def test_cuts_of_the_users_own_may_not_separate_what_is_differentiated():
+    with (
+        pytest.raises(SplitError, match=r"a cut before call 4 .*differentiates"),
+        pl.Pipeline(model_of(of_a_value), cuts=[1, 4], num_microbatches=4, loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(8, 8))
+
+
+def test_a_gradient_within_what_one_stage_makes_is_no_bond():
+    def between(model, made):
+        return grad(made[-1] ** 3, made[-1]) + made[-1]
+
+    model, x = Chain(between), torch.randn(8, 8)
+    with pl.Pipeline(model, num_stages=6, num_microbatches=4, loss_fn=square) as pipe:
+        found = pipe.step(x)
+    torch.testing.assert_close(found, without_evaluation(model, x))
+
+
+class Keeps(nn.Module):
+    """Leaves what it made in a global, and uses what is there."""
+
+    def __init__(self, writes=None, reads=None):
+        super().__init__()
+        self.linear, self.writes, self.reads = nn.Linear(8, 8), writes, reads
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        if self.writes is not None:
+            KEPT[self.writes] = x.detach()
+        return x if self.reads is None else x * KEPT[self.reads]
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def keeping(writer, reader):
+    return Layers(*(Keeps("a" if i == writer else None, "a" if i == reader else None) for i in range(6)))
+
+
+def test_modules_that_leave_a_tensor_for_each_other_are_in_one_stage():
+    assert_like_plain(lambda: keeping(1, 3), num_stages=3)
+
+
+def test_modules_that_leave_a_tensor_for_each_other_over_the_whole_model_cannot_be_cut():
+    with (
+        pytest.raises(SplitError, match=r"(?s)from 'layers\.0' to 'layers\.5'.*one stage: .*a global"),
+        pl.Pipeline(keeping(0, 5), num_stages=2, num_microbatches=4, loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(8, 8))
+
+
+def test_a_module_that_is_called_twice_keeps_its_own_tensor_for_itself():
+    """``self.last = x`` in one call, used in the next: on two stages the second would not find it."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(8, 8), None
+
+        def forward(self, x, is_first):
+            made = self.linear(x).tanh() if is_first else self.linear(x).tanh() + self.last
+            self.last = None if not is_first else made
+            return made
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.again, self.after = nn.Linear(8, 8), Recurrent(), nn.Linear(8, 8)
+            self.between = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.between(self.again(self.before(x), True))
+            return self.after(self.again(x, False))
+
+    assert_like_plain(Model, num_stages=3)
+
+
+def test_a_later_way_of_the_model_that_would_separate_what_is_differentiated_is_refused():
+    def sometimes(model, made):
+        return grad(made[-1] * made[2], made[2]) if len(made[0]) == 1 else made[-1]
+
+    with pl.Pipeline(Chain(sometimes), num_stages=3, num_microbatches=4, loss_fn=square) as pipe:
+        pipe.step(torch.randn(8, 8))
+        with pytest.raises(UncuttableCode, match="differentiates"):
+            pipe.step(torch.randn(4, 8))

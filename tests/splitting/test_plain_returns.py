@@ -1,0 +1,116 @@
+"""Numbers, flags and text that a unit returns, and that another stage's code uses.
+
+The story: a layer returned ``x, x.mean().item()``, and the last lines of the model scaled by the first layer's number.
+The dry run had made that number of numbers that were made up; every stage but the layer's own went on with it, and
+loss and gradients were wrong without a word. Only tensors travel, so what depends on numbers of the batch, or changes
+from call to call, is refused where another stage would use it.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import UncuttableCode
+from tests.splitting.test_strange_glue import assert_like_plain, square
+
+
+class Says(nn.Module):
+    """A layer that returns something besides."""
+
+    def __init__(self, says):
+        super().__init__()
+        self.linear, self.says, self.num_calls = nn.Linear(8, 8), says, 0
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        self.num_calls += 1
+        return x, self.says(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, says, use, which):
+        super().__init__()
+        self.layers, self.use, self.which = nn.ModuleList(Says(says) for _ in range(6)), use, which
+
+    def forward(self, x):
+        said = []
+        for layer in self.layers:
+            x, more = layer(x)
+            said.append(more)
+        return self.use(x, said[self.which])
+
+
+def number(layer, x):
+    return x.mean().item()
+
+
+def count_of(layer, x):
+    return (x[0] > 0).nonzero().shape[0]
+
+
+def flag(layer, x):
+    return bool(x.mean() > 0)
+
+
+def text(layer, x):
+    return "more" if x.mean() > 0 else "less"
+
+
+def calls(layer, x):
+    return layer.num_calls
+
+
+def scaled(x, k):
+    return x * (1 + k)
+
+
+def chosen(x, k):
+    return x * (2.0 if k else 3.0)
+
+
+def compared(x, k):
+    return x * (2.0 if k == "more" else 3.0)
+
+
+def multiplied(x, k):
+    return torch.mul(x, k)
+
+
+def train(model):
+    """Some steps: numbers may agree with those of the dry run by chance."""
+    with pl.Pipeline(model, num_stages=3, num_microbatches=4, loss_fn=square) as pipe:
+        for _ in range(8):
+            pipe.step(torch.randn(8, 8))
+
+
+CASES = [(number, scaled), (number, multiplied), (count_of, scaled), (flag, chosen), (text, compared), (calls, scaled)]
+
+
+@pytest.mark.parametrize(("says", "use"), CASES)
+def test_what_depends_on_numbers_is_refused_where_another_stage_would_use_it(says, use):
+    torch.manual_seed(0)
+    said = r"'layers\.\d'.* returned .*(only tensors travel|only its stage has it)"
+    with pytest.raises(UncuttableCode, match=said) as caught:
+        train(Model(says, use, 0))
+    assert "within one module" in caught.value.hint or "return it as a tensor" in caught.value.hint
+
+
+@pytest.mark.parametrize(("says", "use"), [(number, scaled), (flag, chosen)])
+def test_what_depends_on_numbers_may_be_used_in_the_stage_that_has_it(says, use):
+    assert_like_plain(lambda: Model(says, use, -1), num_stages=3)
+
+
+def test_a_number_that_nobody_uses_may_depend_on_numbers():
+    assert_like_plain(lambda: Model(number, lambda x, k: x, 0), num_stages=3)
+
+
+def test_what_depends_on_shapes_may_be_used_anywhere():
+    assert_like_plain(lambda: Model(lambda layer, x: (x.shape[1], "a", 0.5, True), lambda x, k: x * k[0], 0), 3)
+
+
+def test_a_list_that_grows_with_numbers_is_refused():
+    """The recorded places of its tensors would be those of others."""
+    model = Model(lambda layer, x: [x] * count_of(layer, x), lambda x, k: x + sum(k), 0)
+    with pytest.raises(UncuttableCode, match=r"'layers\.\d' .*returned \d+ values"):
+        train(model)
