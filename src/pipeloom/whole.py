@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,19 @@ class WholeModel(ABC):
     @abstractmethod
     def _runtime(self) -> LocalRuntime | DistributedRuntime:
         """The processes."""
+
+    if not TYPE_CHECKING:  # a checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not found; the model may have it, as ``generate`` or ``config``."""
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            root = None if name.startswith("_") else self._root
+            if root is not None and hasattr(root, name):
+                said += (
+                    f"; its model has: pipe.unwrap().{name}, when the training is over, on every rank (devices= places "
+                    "stages, save_pretrained() and full_state_dict() save them)"
+                )
+            raise AttributeError(said, name=name, obj=self)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The whole model's parameters, in its order, each once."""

@@ -329,3 +329,12 @@ def test_seed_and_step_decide_the_draws():
     assert torch.equal(gradient_of(1, 5), gradient_of(1, 5))
     assert not torch.equal(gradient_of(1, 5), gradient_of(2, 5))
     assert not torch.equal(gradient_of(1, 5), gradient_of(1, 6))
+
+
+@pytest.mark.parametrize(("name", "where"), [("to", r"; its model has: pipe\.unwrap\(\)\.to, when"), ("grow", "$")])
+def test_what_a_model_has_and_its_pipeline_has_not(name, where):
+    """What people of Hugging Face try first: pipe.to(device), pipe.generate(...), Trainer(pipe)."""
+    pipe = pl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
+    with pytest.raises(AttributeError, match=rf"'Pipeline' object has no attribute '{name}'{where}"):
+        getattr(pipe, name)
+    assert not hasattr(pipe, "_grow")

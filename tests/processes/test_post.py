@@ -164,7 +164,7 @@ def test_another_rank_may_begin_the_next_call_when_this_one_ends(posts):
     ("theirs", "message"),
     [
         (SECOND, "rank 0 is at call 2 of the pipeline, this rank at call 1"),
-        (Call(1, 9, 8), "rank 0 runs another schedule, seed or step in call 1"),
+        (Call(1, 9, 8), "rank 0 has another schedule, seed, step or form of inputs in call 1"),
         (Call(1, 7, 9), "rank 0 was given another batch in call 1"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeloom.errors import RuntimeStateError
 from pipeloom.splitting import Share, Ties, split
 
 
@@ -138,13 +139,19 @@ class WithHead(nn.Module):
         return self.head(x)
 
 
-def test_a_weight_that_a_module_around_units_has_too_comes_back():
-    """The bias of BERT's head: after `unwrap` rank 0 had an old one beside the trained one, and they were two."""
+def halves():
+    """What each of two processes has of a model that was cut by running it."""
     found = []
     for rank in range(2):
         made = split(WithHead(), cuts=["layers.2"], inputs=((torch.zeros(2, 4),), {}))
         found.append((made.root, Share(made, Ties(made), [rank])))
         found[-1][1].release()
+    return found
+
+
+def test_a_weight_that_a_module_around_units_has_too_comes_back():
+    """The bias of BERT's head: after `unwrap` rank 0 had an old one beside the trained one, and they were two."""
+    found = halves()
     assert found[0][0].head.bias is found[0][0].head.layer.bias
     assert found[0][0].head.bias.is_meta
     contents = {name: each.detach() + 1 for _, share in found for name, each in share.contents().items()}
@@ -152,6 +159,18 @@ def test_a_weight_that_a_module_around_units_has_too_comes_back():
         share.fill(contents)
         assert root.head.bias is root.head.layer.bias
         assert torch.equal(root.head.bias, torch.full((4,), float(rank == 0)))
+
+
+def test_a_model_of_which_a_part_is_elsewhere_says_so_when_it_is_called():
+    """`model.generate()` between steps: "Tensor on device cpu is not on the expected device meta!"."""
+    found = halves()
+    contents = {name: each.detach() for _, share in found for name, each in share.contents().items()}
+    for root, share in found:
+        said = r"the WithHead was called itself, and 1 of its 2 stages are in other processes\nhint: call the pipeline"
+        with pytest.raises(RuntimeStateError, match=said):
+            root(torch.zeros(2, 4))
+        share.fill(contents)
+        assert root(torch.zeros(2, 4)).shape == (2, 4)
 
 
 def test_a_part_loads_from_the_whole():

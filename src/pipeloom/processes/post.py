@@ -338,7 +338,7 @@ def _out_of_step(arrival: _Arrival, own: Call) -> ProcessError:
     if theirs.number != own.number:
         what = f"rank {rank} is at call {theirs.number} of the pipeline, this rank at call {own.number}"
     elif theirs.schedule != own.schedule:
-        what = f"rank {rank} runs another schedule, seed or step in call {own.number} than this rank"
+        what = f"rank {rank} has another schedule, seed, step or form of inputs in call {own.number} than this rank"
     else:
         what = f"rank {rank} was given another batch in call {own.number} than this rank"
     return ProcessError(

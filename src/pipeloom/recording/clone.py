@@ -102,6 +102,8 @@ class Clones:
         """Let attributes, by module and name, be as in the model."""
         self._containers.clear()
         for name, key in attributes:
+            if key == COMPILED:  # a way into the original, or to who answers for the clone
+                continue
             original = vars(self.originals[name])
             self.of[name].__dict__.pop(key, None)
             if key in original:
