@@ -35,7 +35,7 @@ from pipeloom.splitting.hooks import refuse_backward_hooks
 from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.replay import OtherWay, other_way
 from pipeloom.splitting.structure import Structure
-from pipeloom.splitting.survey import surveyed
+from pipeloom.splitting.survey import first_that_goes, surveyed
 from pipeloom.splitting.together import together
 from pipeloom.splitting.tree import Tree, inputs_of, own_inputs, shell_of_buffers
 from pipeloom.splitting.unit import Unit
@@ -69,14 +69,14 @@ class Cut:
         self._owned: frozenset[tuple[str, str]] = frozenset()
         check_ready(root)
         stand_in(root)
-        tree, seed = surveyed(root, inputs, self.opaque)
+        tree, seeds = surveyed(root, inputs, self.opaque)
         self.weights = Weights(count(root), tree.num_flops)
         wanted = num_stages or (cuts and len(cuts) + 1) or 1
         descend = {each.rpartition(".")[0] for each in cuts or () if isinstance(each, str)}
         descend = {".".join(name.split(".")[: i + 1]) for name in descend for i in range(name.count(".") + 1)}
         self.units = choose_units(tree, self.opaque, wanted, descend)
         refuse_backward_hooks((n, each) for n, each in root.named_modules() if not self._is_inside(n))
-        recording = self._recorded(inputs, no_draws, seed)
+        recording = first_that_goes(partial(self._recorded, inputs, no_draws), seeds)
         self.first = recording
         if recording.tail is not None and len(recording.unit_ops) < wanted:
             raise self._too_early(recording.tail, wanted)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from pipeloom.errors import PipeloomError
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.node import Node
+from pipeloom.recording.ops import Recording
 from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.refusals import cannot_cut
 
@@ -15,8 +18,10 @@ _MOST_SURVEYS = 8
 """Dry runs, each with other draws, of a model whose code draws between its modules."""
 
 
-def surveyed(root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], opaque: set[str]) -> tuple[Node, int]:
-    """The tree of calls, and the seed of its draws: where layers are skipped by chance, of a run that skips few.
+def surveyed(
+    root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], opaque: set[str]
+) -> tuple[Node, list[int]]:
+    """The tree of calls, and seeds of draws, best first: where layers are skipped by chance, of a run that skips few.
 
     Args:
         root: the model.
@@ -42,4 +47,17 @@ def surveyed(root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], op
             break
     if not found and failure is not None:
         raise failure
-    return max(found, key=lambda each: (each[0].num_calls, -each[1]))
+    found.sort(key=lambda each: (-each[0].num_calls, each[1]))
+    return found[0][0], [seed for _, seed in found]
+
+
+def first_that_goes(record: Callable[[int], Recording], seeds: list[int]) -> Recording:
+    """What was recorded with the first of some seeds with which the model's own code does not fail."""
+    for seed in seeds[:-1]:
+        try:
+            return record(seed)
+        except PipeloomError:
+            raise
+        except Exception:  # a unit draws other numbers than in the survey, where all modules were looked into
+            continue
+    return record(seeds[-1])
