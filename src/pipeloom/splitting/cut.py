@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten
+from pipeloom.chance import first_that_goes
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.clone import Clones
 from pipeloom.recording.dry_run import DryRun
@@ -35,7 +36,7 @@ from pipeloom.splitting.hooks import refuse_backward_hooks
 from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.replay import OtherWay, other_way
 from pipeloom.splitting.structure import Structure
-from pipeloom.splitting.survey import first_that_goes, surveyed
+from pipeloom.splitting.survey import surveyed
 from pipeloom.splitting.together import together
 from pipeloom.splitting.tree import Tree, inputs_of, own_inputs, shell_of_buffers
 from pipeloom.splitting.unit import Unit

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from pipeloom.errors import PipeloomError
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.node import Node
-from pipeloom.recording.ops import Recording
 from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.refusals import cannot_cut
 
@@ -49,15 +46,3 @@ def surveyed(
         raise failure
     found.sort(key=lambda each: (-each[0].num_calls, each[1]))
     return found[0][0], [seed for _, seed in found]
-
-
-def first_that_goes(record: Callable[[int], Recording], seeds: list[int]) -> Recording:
-    """What was recorded with the first of some seeds with which the model's own code does not fail."""
-    for seed in seeds[:-1]:
-        try:
-            return record(seed)
-        except PipeloomError:
-            raise
-        except Exception:  # a unit draws other numbers than in the survey, where all modules were looked into
-            continue
-    return record(seeds[-1])
