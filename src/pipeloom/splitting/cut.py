@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten
+from pipeloom.chance import first_that_goes
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.clone import Clones
 from pipeloom.recording.dry_run import DryRun
@@ -68,14 +69,14 @@ class Cut:
         self._owned: frozenset[tuple[str, str]] = frozenset()
         check_ready(root)
         stand_in(root)
-        tree, seed = surveyed(root, inputs, self.opaque)
+        tree, seeds = surveyed(root, inputs, self.opaque)
         self.weights = Weights(count(root), tree.num_flops)
         wanted = num_stages or (cuts and len(cuts) + 1) or 1
         descend = {each.rpartition(".")[0] for each in cuts or () if isinstance(each, str)}
         descend = {".".join(name.split(".")[: i + 1]) for name in descend for i in range(name.count(".") + 1)}
         self.units = choose_units(tree, self.opaque, wanted, descend)
         refuse_backward_hooks((n, each) for n, each in root.named_modules() if not self._is_inside(n))
-        recording = self.first = self._recorded(inputs, no_draws, seed)
+        recording = self.first = first_that_goes(partial(self._recorded, inputs, no_draws), seeds)
         if recording.tail is not None and len(recording.unit_ops) < wanted:
             raise self._too_early(recording.tail, wanted)
         weights = self._unit_weights(recording)
