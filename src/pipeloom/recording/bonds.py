@@ -7,7 +7,9 @@ where another micro-batch's may lie by then. So the dry run notes both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from pipeloom.recording.glue import tensors_in
 from pipeloom.recording.ops import INPUT, Op, Value
 from pipeloom.recording.placeholder import Computing, Placeholder
+from pipeloom.recording.refusals import in_words, is_of_the_user
 from pipeloom.recording.values import Values
 
 DIFFERENTIATES = (
@@ -61,7 +64,8 @@ def of_unit(ops: Sequence[Op], op: Op, given: Sequence[Tensor], now: Computing, 
         now: what its kernels did.
         values: of the dry run.
     """
-    op.bonds.update(dict.fromkeys(now.found, LEFT_BEHIND))
+    if now.found:
+        op.bonds.update(dict.fromkeys(now.found, f"{LEFT_BEHIND} (the latter is called in {_line()})"))
     if now.has_gone_back:
         _note(ops, op, given, given, values)
 
@@ -71,7 +75,16 @@ def _note(ops: Sequence[Op], op: Op, of: Iterable[Tensor], by: Iterable[Tensor],
     starts = [values.of(each).op if values.is_known(each) else INPUT for each in by if _has_graph(each)]
     # What is no value is everywhere: the model's own input, a weight. Any call may have used it.
     found = behind if not starts or INPUT in starts else _between(ops, starts, behind)
-    op.bonds.update(dict.fromkeys(found, DIFFERENTIATES))
+    if found:
+        op.bonds.update(dict.fromkeys(found, f"{DIFFERENTIATES} ({_line()})"))
+
+
+def _line() -> str:
+    """The line of the model's code that makes the call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "no line of Python" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _has_graph(tensor: Tensor) -> bool:

@@ -46,8 +46,8 @@ def without_globals(clones: Clones, is_of_batch: Callable[[Tensor], bool]) -> It
         raise UncuttableCode(
             f"the code around the model's units keeps a tensor of the batch in a global, {refused}; every stage runs "
             "that code, at the same time, each with another micro-batch, and would write over what another one reads",
-            "keep it in an attribute of the module whose code it is (self.x = ...), which each stage has of its own, or "
-            "pass it as an argument",
+            "keep it in an attribute of the module whose code it is (self.x = ...), which each stage has of its own, "
+            "or pass it as an argument",
         )
 
 
