@@ -163,9 +163,7 @@ def test_a_cut_between_layers_that_keep_tensors_in_one_object_is_refused_with_th
     pipe = pl.Pipeline(Context(), **OPTIONS | {"cuts": ["layers.3"]})
     with pytest.raises(SplitError, match=r"cut before call 3 \(layers.3\) would separate call 2 .*an object in which"):
         pipe.step(torch.randn(4, 8))
-    with pytest.raises(
-        SplitError, match=r"has 4 parts .*: layers\.0, layers\.1, layers\.2 to layers\.4, .*an object in"
-    ):
+    with pytest.raises(SplitError, match=r"has 4 parts .*, layers\.1, layers\.2 to layers\.4, .*an object in"):
         pl.split(Context(), [torch.randn(4, 8)], num_stages=5)
 
 

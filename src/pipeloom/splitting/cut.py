@@ -161,16 +161,14 @@ class Cut:
         return tuple(map(tuple, stages))
 
     def _own(self, unit: str, module: nn.Module, stage: int, owner: dict[int, int]) -> nn.Module:
-        """The module itself, or where an earlier stage runs a part of it a clone: of that part with places of its own
-        for weights, of the rest with the module's."""
+        """The module itself, or a clone where an earlier stage runs a part of it: its weights then have two places."""
         first = {id(each): owner.setdefault(id(each), stage) for each in module.modules()}
         if all(each == stage for each in first.values()):
             return module
         clones = Clones(module, lambda _, __: False, _unanswered)
-        for name, clone in clones.of.items():
-            original = clones.originals[name]
+        for name, original in clones.originals.items():
             kept = ("_buffers", "_parameters") if first[id(original)] == stage else ("_buffers",)
-            clone.__dict__.update((key, vars(original)[key]) for key in kept)
+            clones.of[name].__dict__.update((key, vars(original)[key]) for key in kept)
         self._repeated[unit, stage] = clones
         return clones.root
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from pipeloom.errors import RuntimeStateError
-from pipeloom.recording.clone import COMPILED
+from pipeloom.recording.absent import give_way, stand_in
 from pipeloom.splitting.split import Split
 from pipeloom.splitting.ties import Ties
 from pipeloom.splitting.unit import Unit
@@ -126,9 +125,7 @@ class Share:
         self._ties.let_go(self._stages)
         if self._made.cut is not None:
             self._made.cut.free(sorted(self._stages))
-        num_elsewhere = self._made.num_stages - len(self._stages)
-        if num_elsewhere and vars(self._made.root).get(COMPILED) is None:
-            self._made.root.__dict__[COMPILED] = _Absent(self._made.root, num_elsewhere, self._made.num_stages)
+        stand_in(self._made.root, self._made.num_stages - len(self._stages), self._made.num_stages)
 
     def contents(self) -> dict[str, Tensor]:
         """All tensors that belong here, also buffers that no state dict holds; a tied weight once."""
@@ -146,8 +143,7 @@ class Share:
         for unit in self._units_elsewhere():
             _replace(unit.module, partial(self._filled, contents, made, _prefix(unit)))
         self._follow(made)
-        if isinstance(vars(self._made.root).get(COMPILED), _Absent):
-            self._made.root.__dict__[COMPILED] = None
+        give_way(self._made.root)
 
     def _follow(self, made: Mapping[int, Tensor]) -> None:
         """Modules around units have what took the place of a weight that they have too (the bias of BERT's head)."""
@@ -195,19 +191,6 @@ class Share:
     def _home(self, name: str, value: Any) -> int:
         owner_stage = self._ties.owner_stage(value)
         return self.stage_of(name) if owner_stage is None else owner_stage
-
-
-class _Absent:
-    """Stands where a call of the whole model arrives; stages run clones of it, which have none."""
-
-    def __init__(self, root: nn.Module, num_elsewhere: int, num_stages: int) -> None:
-        self._what = f"the {type(root).__name__} was called itself, and {num_elsewhere} of its {num_stages} stages are"
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeStateError(
-            f"{self._what} in other processes",
-            "call the pipeline, pipe(...), and to generate go on with what pipe.unwrap() gives back on every rank",
-        )
 
 
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
