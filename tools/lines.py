@@ -21,7 +21,7 @@ BUDGETS = {
     "cost": 400,
     "sim": 400,
     "planning": 1_500,
-    "recording": 2_000,
+    "recording": 2_050,
     "splitting": 2_200,
     "batch": 750,
     "chance": 150,

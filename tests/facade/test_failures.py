@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,12 +43,12 @@ class Trips(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.where = None
-        self.forwards = []  # a list: a recompute finds plain counters as its forward did
+        self.seen = SimpleNamespace(forwards=[])  # a recompute finds counters and lists as its forward did
         self.num_before = 0
 
     def forward(self, value):
-        self.forwards.append(len(value))
-        if self.where == "F" or (self.where == "R" and len(self.forwards) > self.num_before):
+        self.seen.forwards.append(len(value))
+        if self.where == "F" or (self.where == "R" and len(self.seen.forwards) > self.num_before):
             self.trip_over()
         value = self.linear(value)
         return FailsInBackward.apply(value) if self.where == "B" else value
@@ -79,7 +80,7 @@ def test_exception_of_a_stage_reaches_the_caller(schedule, stage, where):
     with pl.Pipeline(model, num_stages=3, **options) as pipe:
         pipe.step(rows(6)) if where == "F" else None
         trips.where, before = where, gradients(pipe)
-        trips.forwards, trips.num_before = [], first_recompute(pipe.schedule, stage)
+        trips.seen.forwards, trips.num_before = [], first_recompute(pipe.schedule, stage)
         with pytest.raises(ZeroDivisionError, match="went wrong") as caught:
             pipe.step(rows(6))
         where_in_code = "backward" if where == "B" else "trip_over"

@@ -392,3 +392,11 @@ def test_a_unit_compiled_to_machine_code_draws_the_same_again() -> None:
     assert_same(results[1], other)
     assert not torch.equal(first[0], other[0])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("unit", "who"), [(": randn", "randn in the model"), ("blocks.0: randn", r"randn in blocks\.0")]
+)
+def test_a_draw_of_glue_that_names_a_generator_is_named_as_glue(unit: str, who: str) -> None:
+    with drawing(KEY._replace(unit=unit)), pytest.warns(PipeloomWarning, match=f"^{who} draws from a torch"):
+        torch.rand(3, generator=torch.Generator().manual_seed(2))

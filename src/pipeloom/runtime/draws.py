@@ -99,8 +99,10 @@ class DrawStream:
         """Warn of a draw that named a generator of the user's; torch passes the stream's own from draw to draw."""
         if any(is_same_generator(generator, own) for own in self._generators.values()):
             return
+        module, _, glue = self._key.unit.rpartition(": ")
+        who = f"{glue} in {module or 'the model'}" if ": " in self._key.unit else f"unit {glue!r}"
         _warn(
-            f"unit {self._key.unit!r} draws from a torch.Generator of its own: the numbers depend on the order in "
+            f"{who} draws from a torch.Generator of its own: the numbers depend on the order in "
             "which micro-batches run, and a recompute draws others than its forward did.\n"
             "hint: draw without generator=; Pipeloom seeds every unit by step and micro-batch."
         )
