@@ -121,6 +121,16 @@ def test_tensor_with_other_rows_is_named(args: tuple[Any, ...], kwargs: dict[str
     assert "Replicated(" in caught.value.hint
 
 
+def test_several_texts_to_an_image_the_texts_first() -> None:
+    """OWL-ViT's processor gives the texts of all images first; the hint was to give every micro-batch all images."""
+    texts, images = torch.zeros(6, 5), torch.zeros(2, 3)
+    with pytest.raises(BatchError) as caught:
+        split_batch((), {"texts": texts, "images": images}, None, 2)
+    assert "2 samples with 3 rows of kwargs['texts'] each, give kwargs['images'] before" in str(caught.value.hint)
+    with pytest.warns(PipeloomWarning, match="3 consecutive rows"):
+        split_batch((), {"images": images, "texts": texts}, None, 2)
+
+
 def test_containers_of_any_kind_are_cut() -> None:
     value = OrderedDict(a=[BATCH, (BATCH, "x")], b=UserDict(c=BATCH))
     first, second = (part.args[0] for part in split_batch((value,), {}, None, 2))

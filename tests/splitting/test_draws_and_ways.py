@@ -132,3 +132,21 @@ def test_evaluation_drops_nothing(num_stages):
         found = pipe.eval()(inputs)
     with torch.no_grad():
         assert_bit_equal(found, torch.cat([model(part) for part in inputs.chunk(4)]), "output")
+
+
+def test_units_that_draw_move_the_draws_that_the_model_fails_for():
+    """The survey looks into layers, the recording doesn't: with the same seed the code between them drew others."""
+
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) if float(x.sum()) > 1e9 else self.linear(x + torch.rand([]))
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = CountsItsLayers()
+        model.layers, model.odds = nn.ModuleList(Draws() for _ in range(3)), 0.3
+        assert pl.split(model, (torch.randn(8, 8),), num_stages=2).num_stages == 2

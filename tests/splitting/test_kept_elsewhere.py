@@ -226,3 +226,69 @@ def test_plans_of_old_forms_are_forgotten(monkeypatch):
         for num_rows in (4, 6, 8, 10, 12, 4):
             pipe.step(torch.randn(num_rows, 8))
         assert len(pipe._assembled.split.cut._plans) == 3
+
+
+class Routed(nn.Module):
+    """Looks at numbers, and leaves a loss of its own on itself, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts, self.aux = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), None
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(weights.argmax(-1) == index)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, index, None])
+        self.aux = weights.mean(0).square().sum()
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() + 0.1 * sum(layer.aux for layer in self.layers)
+
+
+def test_a_tensor_that_a_module_which_looks_at_numbers_leaves_on_itself_goes_to_its_parent():
+    """Its run on made-up numbers left nothing: `int + NoneType`, a TypeError in the user's code."""
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(8, 8)
+    whole = copy.deepcopy(model)
+    with pl.Pipeline(model, num_stages=4, num_microbatches=4, loss_fn=lambda loss: loss) as pipe:
+        found = pipe.step(x)
+        losses = [whole(each) / 4 for each in x.chunk(4)]
+        for each in losses:
+            each.backward()
+        torch.testing.assert_close(found, sum(losses).detach())
+        for one, two in zip(pipe.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_what_a_model_raises_in_its_dry_run_has_a_note_that_says_so():
+    """A hook of the user's fills a dict that the model reads: a bare `KeyError`, and the loop before had worked."""
+    kept = {}
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.layers[0].register_forward_hook(lambda module, args, output: kept.update(first=output))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x + kept["first"]
+
+    with (
+        pytest.raises(KeyError, match="first") as caught,
+        pl.Pipeline(Reads(), num_stages=2, num_microbatches=2, loss_fn=lambda y: y.mean()) as pipe,
+    ):
+        pipe.step(torch.randn(4, 8))
+    assert any("to see how to cut it" in note and "hooks" in note for note in caught.value.__notes__)

@@ -98,9 +98,9 @@ def test_what_differentiates_another_call_is_in_its_stage(after, schedule, recom
 
 @pytest.mark.parametrize("after", [of_the_input, of_a_weight])
 def test_what_differentiates_all_calls_cannot_be_cut(after):
-    wanted = r"(?s)from 'layers\.[02]' to 'layers\.5'.*one stage: .*differentiates.*autograd"
+    wanted = r"(?s)from 'layers\.[02]' to 'layers\.5'.*one stage: .*differentiates.*autograd.*test_one_graph\.py:\d+: "
     with (
-        pytest.raises(SplitError, match=wanted),
+        pytest.raises(UncuttableCode, match=wanted),
         pl.Pipeline(model_of(after), num_stages=5, num_microbatches=4, loss_fn=square) as pipe,
     ):
         pipe.step(torch.randn(8, 8))
@@ -117,6 +117,18 @@ def test_cuts_of_the_users_own_may_not_separate_what_is_differentiated():
 def test_a_gradient_within_what_one_stage_makes_is_no_bond():
     def between(model, made):
         return grad(made[-1] ** 3, made[-1]) + made[-1]
+
+    model, x = Chain(between), torch.randn(8, 8)
+    with pl.Pipeline(model, num_stages=6, num_microbatches=4, loss_fn=square) as pipe:
+        found = pipe.step(x)
+    torch.testing.assert_close(found, without_evaluation(model, x))
+
+
+def test_a_graph_that_begins_at_a_detached_value_is_no_bond():
+    def between(model, made):
+        y = made[-1].detach().requires_grad_()
+        (y**3).sum().backward()
+        return made[-1] * y.grad
 
     model, x = Chain(between), torch.randn(8, 8)
     with pl.Pipeline(model, num_stages=6, num_microbatches=4, loss_fn=square) as pipe:
@@ -199,3 +211,58 @@ def test_a_later_way_of_the_model_that_would_separate_what_is_differentiated_is_
         pipe.step(torch.randn(8, 8))
         with pytest.raises(UncuttableCode, match="differentiates"):
             pipe.step(torch.randn(4, 8))
+
+
+LAST: torch.Tensor | None = None
+
+
+class State:
+    mask: torch.Tensor | None = None
+
+
+def in_a_dict(x):
+    KEPT["mask"] = x
+
+
+def in_a_variable(x):
+    global LAST
+    LAST = x
+
+
+def in_a_class(x):
+    State.mask = x
+
+
+class Around(nn.Module):
+    """Its own code keeps something of the batch in a global."""
+
+    def __init__(self, keep, what):
+        super().__init__()
+        self.layers, self.keep, self.what = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), keep, what
+
+    def forward(self, x):
+        if self.what == "an input":
+            self.keep(x.sum(-1, keepdim=True))
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 0 and self.what == "a value":
+                self.keep(x)
+        return x
+
+
+@pytest.mark.parametrize("keep", [in_a_dict, in_a_variable, in_a_class])
+@pytest.mark.parametrize("what", ["an input", "a value"])
+def test_a_global_in_which_the_code_of_every_stage_keeps_a_tensor_is_refused(keep, what):
+    """A mask for all layers in a global: which micro-batch's it was when a layer read it, was chance."""
+    with (
+        pytest.raises(UncuttableCode, match=r"in a global, (KEPT|LAST|State) of .*test_one_graph") as caught,
+        pl.Pipeline(Around(keep, what), num_stages=2, num_microbatches=4, loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(8, 8))
+    assert "self.x" in caught.value.hint
+    assert "mask" not in KEPT
+    assert LAST is State.mask is None
+
+
+def test_a_constant_may_be_kept_in_a_global():
+    assert_like_plain(lambda: Around(lambda x: KEPT.setdefault("constant", torch.ones(8)), "an input"))

@@ -331,3 +331,48 @@ def test_a_model_that_calls_no_module():
 def test_draws_of_numpy_that_change_nothing(is_kept):
     """Layer drop with a rate of 0, as VITS and wav2vec 2.0 draw for it."""
     assert_like_plain(lambda: Chain(lambda model, layer, x, *_: layer(x) if is_kept() else x))
+
+
+class Fills(nn.Module):
+    """Returns nothing."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.linear, self.fill = nn.Linear(8, 8), fill
+
+    def forward(self, given):
+        self.fill(given, self.linear)
+
+
+class Filling(nn.Module):
+    def __init__(self, fill, begin, end):
+        super().__init__()
+        self.layers, self.begin, self.end = nn.ModuleList(Fills(fill) for _ in range(6)), begin, end
+
+    def forward(self, x):
+        given = self.begin(x)
+        for layer in self.layers:
+            layer(given)
+        return self.end(given)
+
+
+def fill_dict(given, linear):
+    given["x"] = linear(given["x"]).tanh()
+    given["count"] = given.get("count", 0) + 1
+
+
+def fill_tensor(given, linear):
+    given[1].add_(linear(given[0]).tanh())
+
+
+@pytest.mark.parametrize(
+    ("fill", "begin", "end"),
+    [
+        (fill_dict, lambda x: {"x": x}, lambda given: given["x"] * given["count"]),
+        (fill_tensor, lambda x: (x, torch.zeros_like(x)), lambda given: given[1]),
+    ],
+    ids=["dict", "tensor"],
+)
+def test_modules_that_return_nothing_and_change_what_they_are_given(fill, begin, end):
+    """They were taken for modules that no stage has to have: "the forward was seen to call none of its modules"."""
+    assert_like_plain(lambda: Filling(fill, begin, end))

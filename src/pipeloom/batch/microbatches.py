@@ -197,6 +197,17 @@ def _check_count(num_rows: int, num_microbatches: int) -> None:
         )
 
 
+def _as_many_rows_each(path: str, num_samples: int, first_path: str, num_rows: int) -> str:
+    """A hint for several texts to an image, all of the texts first: OWL-ViT's processor gives them so."""
+    rows_each, rest = divmod(num_rows, max(num_samples, 1))
+    if rest or num_samples < 2:
+        return ""
+    return (
+        f"; or, if the batch has {num_samples} samples with {rows_each} rows of {first_path} each, give {path} before "
+        f"{first_path}: the first tensor says how many there are"
+    )
+
+
 def _check_rows(path: str, found: torch.Tensor | PerSample, first_path: str, num_rows: int) -> None:
     if isinstance(found, PerSample):
         if len(found.values) != num_rows:
@@ -211,7 +222,8 @@ def _check_rows(path: str, found: torch.Tensor | PerSample, first_path: str, num
         raise BatchError(
             f"{path} has shape {tuple(found.shape)}, but the batch has {num_rows} samples (dimension 0 of "
             f"{first_path}); a tensor is cut along dimension 0 with the batch",
-            f"wrap it, pipeloom.Replicated({path}), if every micro-batch is to get it whole",
+            f"wrap it, pipeloom.Replicated({path}), if every micro-batch is to get it whole"
+            + _as_many_rows_each(path, found.shape[0], first_path, num_rows),
         )
     if rows_each > 1:
         warnings.warn(

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeloom.chance import AROUND
 from pipeloom.halves.frozen import answered
 from pipeloom.recording.glue import Seen, unseen
 from pipeloom.splitting import Inputs, Plan, Split
@@ -62,6 +63,7 @@ class _WholeCall:
 
     def run(self, root: nn.Module, units: Any, inputs: Inputs) -> Any:
         with ExitStack() as stack:
+            stack.enter_context(self._draws(AROUND, 0))
             for name in units:
                 stack.enter_context(answered(root.get_submodule(name), partial(self._unit, name)))
             if self._mode is not None:

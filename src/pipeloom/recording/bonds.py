@@ -7,15 +7,18 @@ where another micro-batch's may lie by then. So the dry run notes both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.recording.glue import tensors_in
-from pipeloom.recording.ops import INPUT, Op
+from pipeloom.recording.ops import INPUT, Op, Value
 from pipeloom.recording.placeholder import Computing, Placeholder
+from pipeloom.recording.refusals import in_words, is_of_the_user
 from pipeloom.recording.values import Values
 
 DIFFERENTIATES = (
@@ -26,6 +29,8 @@ LEFT_BEHIND = (
     "the former leaves a tensor elsewhere than in what it returns (a global, a closure, an attribute or object that is "
     "not passed on), where the latter finds it; stages run at the same time, each with another micro-batch"
 )
+_ENDS = {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
+"""A graph ends there, even if the outcome is told to require a gradient."""
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -59,32 +64,44 @@ def of_unit(ops: Sequence[Op], op: Op, given: Sequence[Tensor], now: Computing, 
         now: what its kernels did.
         values: of the dry run.
     """
-    op.bonds.update(dict.fromkeys(now.found, LEFT_BEHIND))
+    if now.found:
+        op.bonds.update(dict.fromkeys(now.found, f"{LEFT_BEHIND} (the latter is called in {_line()})"))
     if now.has_gone_back:
         _note(ops, op, given, given, values)
 
 
 def _note(ops: Sequence[Op], op: Op, of: Iterable[Tensor], by: Iterable[Tensor], values: Values) -> None:
-    behind = _behind(ops, of, values)
+    behind = _behind(ops, [values.of(each) for each in of if values.is_known(each)])
     starts = [values.of(each).op if values.is_known(each) else INPUT for each in by if _has_graph(each)]
     # What is no value is everywhere: the model's own input, a weight. Any call may have used it.
     found = behind if not starts or INPUT in starts else _between(ops, starts, behind)
-    op.bonds.update(dict.fromkeys(found, DIFFERENTIATES))
+    if found:
+        op.bonds.update(dict.fromkeys(found, f"{DIFFERENTIATES} ({_line()})"))
+
+
+def _line() -> str:
+    """The line of the model's code that makes the call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "no line of Python" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _has_graph(tensor: Tensor) -> bool:
     return isinstance(tensor, Placeholder) or tensor.requires_grad
 
 
-def _behind(ops: Sequence[Op], tensors: Iterable[Tensor], values: Values) -> set[int]:
-    """The ops by which some tensors were made."""
+def _behind(ops: Sequence[Op], values: Sequence[Value]) -> set[int]:
+    """The ops that are in the graph of some values."""
     found: set[int] = set()
-    open_ones = [values.of(each).op for each in tensors if values.is_known(each)]
+    open_ones = [*values]
     while open_ones:
-        index = open_ones.pop()
-        if index != INPUT and index not in found:
-            found.add(index)
-            open_ones += [value.op for value in ops[index].uses]
+        index, leaf = open_ones.pop()
+        if index == INPUT or index in found or leaf not in ops[index].grads:
+            continue
+        found.add(index)
+        if ops[index].func not in _ENDS:
+            open_ones += ops[index].uses
     return found
 
 

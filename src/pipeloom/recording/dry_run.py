@@ -21,8 +21,9 @@ from pipeloom.recording import bonds, opaque, plain
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
-from pipeloom.recording.filled import Containers, Filled
+from pipeloom.recording.filled import Changes, Containers, Filled
 from pipeloom.recording.functions import look
+from pipeloom.recording.global_state import without_globals
 from pipeloom.recording.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
@@ -36,12 +37,12 @@ from pipeloom.recording.placeholder import (
     is_about_numbers,
     storage_of,
 )
-from pipeloom.recording.plainly import Draws, called, no_draws
+from pipeloom.recording.plainly import Draws, called, drawn_around, no_draws
 from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
 from pipeloom.recording.reached import check_outside, check_seen, check_written
-from pipeloom.recording.refusals import cannot_cut
+from pipeloom.recording.refusals import cannot_cut, in_dry_run
 from pipeloom.recording.shared import sharing
 from pipeloom.recording.tail import reachable
 from pipeloom.recording.touched import Touched
@@ -114,21 +115,24 @@ class DryRun:
         versions = [version_of(leaf) for leaf in leaves]
         shared = sharing(self._clones, self._units, self.recording)
         # Where nobody says how to draw, the same numbers each time, and none of the user's.
-        with torch.random.fork_rng(devices=[]), shared, computing() as self._now:
+        around = drawn_around(self._draws, self._seed)
+        with torch.random.fork_rng(devices=[]), shared, computing() as self._now, around as chance:
             torch.default_generator.manual_seed(self._seed)  # not those of other devices, which nobody puts back
             state = torch.get_rng_state()
             self._caches.note(self._units)
             try:
-                out = self._called(args, kwargs)
+                with in_dry_run(), without_globals(self._clones, self._is_of_batch):
+                    out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
-                self.has_drawn = not torch.equal(torch.get_rng_state(), state)
+                self.recording.is_by_chance = chance.is_used
+                self.has_drawn = chance.is_used or not torch.equal(torch.get_rng_state(), state)
         self.process_draws.look()
         if self._units is not None:
             self._touched.end(self.recording)
             with self._refusing():
                 self._note_results(out)
-        self.recording.caches = self._caches.found()
+        self.recording.caches = self._caches.found(self._values.is_of_weights)
         self.recording.written_inputs = tuple(
             [i for i, (leaf, version) in enumerate(zip(leaves, versions, strict=True)) if is_written(leaf, version)]
         )
@@ -205,6 +209,9 @@ class DryRun:
             self._called_unseen = error
             raise
 
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return self._units is not None and (self._values.is_known(tensor) or id(tensor) in self._variable)
+
     @contextmanager
     def _within(self, name: str) -> Iterator[Node]:
         node = Node(name, self._clones.originals[name])
@@ -225,6 +232,7 @@ class DryRun:
         with self._within(name) as node:
             if name in self._opaque:
                 return self._real(name, args, kwargs)
+            changes = Changes((args, kwargs), self._now)
             try:
                 out = run(*args, **kwargs)
             except (NoNumbers, RuntimeError) as error:
@@ -233,7 +241,8 @@ class DryRun:
                 self._opaque.add(name)
                 node.children.clear()
                 out = self._real(name, args, kwargs)
-            node.is_everywhere = not any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            has_values = any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
+            node.is_everywhere = not has_values and not changes.any()
             return out
 
     def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], variant: int = 0) -> Any:
@@ -276,7 +285,8 @@ class DryRun:
         with self._refusing(op):
             self._values.close(op, given, out, self._now.written | set(map(storage_of, written)))
         with self.process_draws.elsewhere():
-            plain.note(op, partial(self._real, name, args, kwargs) if name in self._opaque else None)
+            again = partial(self._real, name, args, kwargs) if name in self._opaque else None
+            plain.note(op, [each.shape for each in given], again)
         for target, path, leaf in effects.found(self._as_value):
             op.effects.append(Effect(target, path, len(op.outputs)))
             self._values.add(op, given, leaf)
@@ -340,6 +350,7 @@ class DryRun:
             op.has_read = self._now.has_read
             check_written(given, self._now.written, self._values, self._units or ())
             op.weights = self._values.weights_among([*given, *used])
+            op.is_of_weights = not has_draws and self._values.are_of_weights([*given, *used], self._variable)
             self._values.close(op, given, out, self._now.written, used)
             bonds.of_glue(ops, op, (args, kwargs), self._values)
             self._note_owned(given)

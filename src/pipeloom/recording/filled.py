@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from pipeloom.batch.trees import Structure, flatten, unflatten
+from pipeloom.recording.placeholder import Computing, Placeholder, storage_of
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -46,6 +50,35 @@ class Filled(NamedTuple):
     def leaf(self, given: Given, leaf: int) -> Any:
         """One of the entry's leaves."""
         return flatten(self.within(given)[self.key])[0][leaf - self.leaves.start]
+
+
+class Changes:
+    """What a module does to its arguments instead of returning something.
+
+    Args:
+        given: its arguments.
+        now: what kernels write into; it is for this call alone until `any` is asked.
+    """
+
+    def __init__(self, given: Given, now: Computing) -> None:
+        self._given, self._now = given, now
+        self._leaves = flatten(given)[0]
+        self._outer, now.written = now.written, set()
+
+    def any(self) -> bool:
+        """Whether it has left a value in a container, or written one into a tensor."""
+        written = self._now.written
+        self._now.written = self._outer | written
+        known = set(map(id, self._leaves))
+        if any(isinstance(leaf, Placeholder) and id(leaf) not in known for leaf in flatten(self._given)[0]):
+            return True
+        given = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and not _has_no_memory(leaf)]
+        return bool(written) and any(storage_of(leaf) in written for leaf in given)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Within vmap and the like."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class Containers:

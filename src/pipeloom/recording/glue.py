@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
+from pipeloom.recording.placeholder import NoNumbers, Placeholder
+
 
 def _words(text: str) -> list[str]:
     return text.split()
@@ -92,6 +94,12 @@ def _metadata() -> frozenset[Any]:
 METADATA = _metadata()
 """Functions that ask for a shape or a type, or leave a tensor as it is: no matter of numbers, so no glue."""
 
+_SIZES = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("shape", "nbytes")]
+    + [getattr(Tensor, name) for name in ("size", "numel", "nelement", "stride", "__len__")]
+    + [torch.numel]
+)
+
 _TENSOR_READS = _words(
     "__bool__ item tolist __int__ __float__ __index__ numpy __array__ equal nonzero masked_select unique "
     "repeat_interleave unique_consecutive is_nonzero __contains__ allclose"
@@ -163,17 +171,26 @@ _TURNED: dict[Any, Any] = {Tensor.lt: Tensor.gt, Tensor.le: Tensor.ge}
 class Seen(TorchFunctionMode):
     """Hands every torch function to ``glue``, but those that ask for metadata.
 
+    Args:
+        glue: is handed each.
+        is_stage: whether it is a stage that runs, and not a dry run.
+
     Attributes:
         checkpoints: of `torch.utils.checkpoint`, what was asked of those that the code is inside of.
     """
 
-    def __init__(self, glue: Glue) -> None:
+    def __init__(self, glue: Glue, *, is_stage: bool = False) -> None:
         self.see = self._glue = glue
+        self._is_stage = is_stage
         self.checkpoints: list[tuple[bool, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func in METADATA:
+            if self._is_stage and func in _SIZES and isinstance(args[0], Placeholder) and args[0].is_uncertain:
+                raise NoNumbers(
+                    f"the shape of {args[0]!r} depends on numbers, and only the stage that made it has them"
+                )
             return func(*args, **(kwargs or {}))
         if func in _TURNED and isinstance(args[-1], Tensor) and len(args) == 2:
             return self._glue(_TURNED[func], (args[1], args[0]), {})

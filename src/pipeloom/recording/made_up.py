@@ -37,7 +37,7 @@ def run_for_real(
         kwargs: likewise.
         device: of the placeholders that come out.
         hooked: by name within the module, those whose forward hooks are to see placeholders, and whose attributes
-            are to say which plain values the module made.
+            are to get those for tensors that the module left there, and to say which plain values it made.
         variant: which numbers are made up; but for 0, those of given real ones are others too.
 
     Returns:
@@ -55,13 +55,13 @@ def run_for_real(
         for hook in list(hooked[name]._forward_hooks.values()) if name in hooked else ():
             clone.register_forward_hook(partial(_closed_hook, closing, hook))
     inner_args, inner_kwargs = unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
-    with torch.random.fork_rng(devices=[]), _Counting() as counting:
+    with torch.random.fork_rng(devices=[]), _Counting() as counting:  # type: ignore[no-untyped-call]
         out = clones.root(*inner_args, **inner_kwargs)
-    _note_unknown(clones, hooked)
+    _note_left(clones, hooked, closing)
     return closing.of(out), counting.num_flops
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs that torch's `FlopCounterMode` counts.
 
     That one also follows modules, by hooks on what they are given, which fail inside of a custom
@@ -105,12 +105,14 @@ def _closed_hook(closing: _Closing, hook: Any, module: nn.Module, args: Any, out
     hook(module, closing.of(args), closing.of(out))
 
 
-def _note_unknown(clones: Clones, stand_ins: Mapping[str, nn.Module]) -> None:
+def _note_left(clones: Clones, stand_ins: Mapping[str, nn.Module], closing: _Closing) -> None:
     for name, stand_in in stand_ins.items():
         before, now = vars(clones.originals[name]), vars(clones.of[name])
         for key, value in now.items():
             if isinstance(value, int | float | str) and key != "training" and value != before.get(key, _ABSENT):
                 stand_in.__dict__[key] = Unknown(f"{name}.{key}".lstrip("."))
+            elif isinstance(value, Tensor) and value is not before.get(key):
+                stand_in.__dict__[key] = closing.of(value)
 
 
 def _never(*_: Any) -> Any:

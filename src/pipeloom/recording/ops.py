@@ -108,6 +108,7 @@ class Op:
         has_read: whether it gave Python a number, or a shape, that depends on numbers of the model's inputs.
         read: what that was.
         is_state: whether every stage writes a buffer with it.
+        is_of_weights: whether glue makes something of weights alone, neither of inputs nor by chance.
         grads: which of its outputs require a gradient.
         filled: entries of containers among its arguments, which a unit made.
         given: attributes of the unit's modules that code outside of it set before the call, by module and name.
@@ -136,6 +137,7 @@ class Op:
     has_read: bool = False
     read: Any = None
     is_state: bool = False
+    is_of_weights: bool = False
     grads: set[int] = field(default_factory=set)
     targets: dict[int, Target] = field(default_factory=dict)
     filled: list[Filled] = field(default_factory=list)
@@ -169,6 +171,7 @@ class Recording:
         result_weights: parameters that the model returned as they are, by module and name.
         forms: shapes and types of values.
         tail: why the code after the last of these calls has no plan, if that is so; the last stage runs it as it is.
+        is_by_chance: whether the code drew by Python's `random` or numpy, and may take another way with other numbers.
         sharing: units that keep tensors in an object which all of them hold.
         caches: attributes in which parents keep something for their next call, by module and name.
     """
@@ -182,12 +185,13 @@ class Recording:
     forms: dict[Value, Form] = field(default_factory=dict)
     caches: tuple[tuple[str, str], ...] = ()
     tail: UncuttableCode | None = None
+    is_by_chance: bool = False
     sharing: tuple[frozenset[str], ...] = ()
 
     @property
     def has_reads(self) -> bool:
-        """Whether the code read numbers of the model's inputs, so that other inputs may take another way."""
-        return any(op.has_read for op in self.ops)
+        """Whether the code read numbers of the model's inputs, or drew some: with others it may take another way."""
+        return self.is_by_chance or any(op.has_read for op in self.ops)
 
     @property
     def unit_ops(self) -> list[Op]:

@@ -105,6 +105,8 @@ class Placeholder(Tensor):
 
     meta: Tensor
     maker: int | None = None
+    is_uncertain: bool = False
+    """Whether its shape depends on numbers, so that it is another one in the stage which has them."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -143,7 +145,9 @@ class Placeholder(Tensor):
             return self
         found: dict[torch.device, Placeholder] = self.__dict__.setdefault("elsewhere", {})
         if device not in found:  # ranks may share a device: the first one's stays
-            found.setdefault(device, Placeholder(self.meta, device, self.requires_grad))
+            made = Placeholder(self.meta, device, self.requires_grad)
+            made.is_uncertain = self.is_uncertain
+            found.setdefault(device, made)
         return found[device]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -212,9 +216,14 @@ def _computed(now: Computing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         if not isinstance(value, Tensor):
             return value
         owner = owners.get(id(value))
-        return now.made(Placeholder(value, device)) if owner is None else owner
+        if owner is not None:
+            return owner
+        made = now.made(Placeholder(value, device))
+        made.is_uncertain = value.shape[:1] in uncertain and value.dim() > 0
+        return made
 
     now.ran()
+    uncertain = {each.shape[:1] for each in owners.values() if isinstance(each, Placeholder) and each.is_uncertain}
     return tree_map(closed, out)
 
 

@@ -1,19 +1,23 @@
-"""Numbers, flags and text among what a unit returns.
+"""Numbers, flags and text among what a unit returns, and shapes that depend on numbers.
 
 Only tensors travel, so every other stage goes on with those of the dry run. That is right for what is made of shapes
 and settings. What is made of numbers, the dry run has of numbers that were made up: where two kinds of these give two
-values, another stage gets an `Unknown` in their place. Where a value seemed certain, and is another one after all, the
-stage of the unit says so.
+values, another stage gets an `Unknown` in their place, and may not ask for a shape of which there are two. Where a
+value seemed certain, and is another one after all, the stage of the unit says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pipeloom.batch.trees import LEAF, flatten
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Op
+from pipeloom.recording.placeholder import Placeholder
 from pipeloom.recording.shared import is_same
 from pipeloom.recording.unknown import Unknown
 
@@ -22,16 +26,19 @@ _VARIANTS = (1, 2, 3)
 """Kinds of numbers to try: a flag (``x.mean() > 0``) may be alike for two."""
 
 
-def note(op: Op, again: Callable[[int], Any] | None) -> None:
+def note(op: Op, shapes: Collection[torch.Size], again: Callable[[int], Any] | None) -> None:
     """Note the plain values that a unit has returned.
 
     Args:
         op: its call.
+        shapes: of what it was given; what it returns of one of these is taken to depend on no number.
         again: calls it with other numbers that are made up, which it is told; None where it had none, and so has not
             looked at any.
     """
     op.plain = {i: each for i, each in enumerate(op.outputs[: op.num_returned]) if isinstance(each, _PLAIN)}
-    if not op.plain or again is None:
+    tensors = {i: each for i, each in enumerate(op.outputs[: op.num_returned]) if isinstance(each, Placeholder)}
+    is_sure = not op.plain and all(each.shape in shapes for each in tensors.values())
+    if again is None or is_sure:
         return
     for variant in _VARIANTS:
         try:
@@ -41,7 +48,10 @@ def note(op: Op, again: Callable[[int], Any] | None) -> None:
         for i in list(op.plain):
             if len(leaves) != op.num_returned or not is_same(leaves[i], op.plain[i]):
                 del op.plain[i]
-                op.outputs[i] = Unknown(f"{op.what!r} has returned it; it")
+                op.outputs[i] = Unknown(f"what {op.what!r} returned besides tensors")
+        for i, tensor in tensors.items():
+            now = leaves[i] if i < len(leaves) else None
+            tensor.is_uncertain |= isinstance(now, Tensor) and now.shape != tensor.shape
 
 
 def check(op: Op, out: Any) -> None:

@@ -1,7 +1,8 @@
-"""Draws by Python's ``random`` or numpy's global generator in the parents' code: found in the dry run, and refused.
+"""Draws in the parents' code that no stand-in for ``random`` or ``numpy.random`` reaches: found, and refused.
 
 Every stage runs that code, and those generators belong to the process: each stage would mask other time steps, or skip
-other layers, and nobody would say so. A dry run that moved their state is made once more, watched call by call.
+other layers, and nobody would say so. What is called by its module is answered (see `chance`); a dry run that moved the
+process's own generators all the same is made once more, watched call by call.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, An
             now = _numpy_state()
             has_drawn, last[0] = now != last[0], now
         if has_drawn and not again.is_inside:
-            seen.append(_line_of(frame))
+            # What a call finds was drawn by its caller.
+            seen.append(_line_of(frame.f_back if event == "call" else frame))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -87,10 +89,11 @@ def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, An
         sys.setprofile(before)
     if seen:
         raise DrawError(
-            f"the code around the model's units draws from Python's `random` or numpy's global generator: {seen[0]}; "
-            "every stage runs that code, and each would draw other numbers",
-            "draw with torch there, for example torch.rand(()).item() < p; or draw before the step and pass what was "
-            "drawn to the model; or switch it off",
+            f"the code around the model's units draws from Python's `random` or numpy's global generator by a function "
+            f"that was imported by name, or by another library: {seen[0]}; every stage runs that code, and each would "
+            "draw other numbers",
+            "call it by its module, random.random() or numpy.random.rand(), which draw as step and micro-batch say; or "
+            "draw with torch, for example torch.rand(()).item() < p; or draw before the step and pass it to the model",
         )
 
 
@@ -101,12 +104,12 @@ def _line_of(frame: FrameType | None) -> str:
 
 
 def _states() -> tuple[Any, Any]:
-    return random.getstate(), _numpy_state()
+    return _PYTHON.getstate(), _numpy_state()
 
 
 def _numpy_state() -> Any:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None
-    state = numpy_random.get_state(legacy=False)
+    state = numpy_random.mtrand._rand.get_state(legacy=False)
     return state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]

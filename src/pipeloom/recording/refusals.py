@@ -6,15 +6,16 @@ import contextlib
 import linecache
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pipeloom.errors import UncuttableCode
-from pipeloom.recording.placeholder import Unseen
+from pipeloom.errors import PipeloomError, UncuttableCode
+from pipeloom.recording.functions import Met
+from pipeloom.recording.placeholder import NoNumbers, Unseen
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, random.__file__)
 
@@ -35,6 +36,15 @@ def cannot_cut(error: BaseException) -> UncuttableCode:
     )
 
 
+def not_here(error: NoNumbers) -> UncuttableCode:
+    """The error for code that uses, on a stage, what only another one knows, and what the dry run let pass."""
+    return UncuttableCode(
+        f"the model's code uses what only another stage knows: {line_of(error)}; {error}",
+        "let the module that makes it return a tensor, which other stages get; or keep what makes it and what uses it "
+        "within one module, or in one stage with cuts=",
+    )
+
+
 def too_early(tail: UncuttableCode, units: Sequence[str], num_stages: int, cuts: Sequence[str]) -> UncuttableCode:
     """The error for code that looks at numbers so early that too much of the model would be in the last stage.
 
@@ -45,11 +55,12 @@ def too_early(tail: UncuttableCode, units: Sequence[str], num_stages: int, cuts:
         cuts: the nearest that work, by name.
     """
     last = f"the output of {units[-1]!r}, or what became of it" if units else "a value"
-    works = f"cuts={list(cuts)} works, " if cuts else ""
+    works = f"cuts={list(cuts)} works, or " if cuts else ""
+    calls = "1 call before it doesn't" if len(units) == 1 else f"{len(units)} calls before it don't"
     return UncuttableCode(
         f"{tail.message}; what it looks at is {last}. All that comes after has to be in the last stage, and the "
-        f"{len(units)} calls before it don't make {num_stages} stages that are about as heavy",
-        f"{works}or ask for fewer stages, keep that part within one module, or do it in loss_fn, on the output",
+        f"{calls} make {num_stages} stages that are about as heavy",
+        f"{works}ask for fewer stages, keep that part within one module, or do it in loss_fn, on the output",
     )
 
 
@@ -90,6 +101,23 @@ def came_otherwise(name: str, error: BaseException) -> UncuttableCode:
         "tensors travel, alone or in tuples, lists and dicts",
         f"pass it to {name!r} as an argument, or cut such that one stage has what makes it and all that use it (cuts=)",
     )
+
+
+@contextlib.contextmanager
+def in_dry_run() -> Iterator[None]:
+    """Say of what a model's own code raises that it was in a dry run."""
+    try:
+        yield
+    except (NoNumbers, Met, PipeloomError):
+        raise
+    except Exception as error:
+        note = (
+            "raised while the model ran to see how to cut it: on one micro-batch, with placeholders for weights and "
+            "what is made of them (shapes and types, no numbers), and without the hooks that you have registered"
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
 
 
 def line_of(error: BaseException) -> str:

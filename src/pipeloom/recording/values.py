@@ -6,7 +6,7 @@ overlaps with it has another value from there on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,18 @@ class Values:
     def is_of_model(self, tensor: Tensor) -> bool:
         """Whether it is a value or a weight."""
         return self.is_known(tensor) or self.is_weight(tensor)
+
+    def are_of_weights(self, given: list[Tensor], variable: Collection[int]) -> bool:
+        """Whether a call that is given these uses weights alone; ``variable`` are the ids of what depends on inputs."""
+        return all(
+            self.is_of_weights(each) if isinstance(each, Placeholder) else id(each) not in variable for each in given
+        )
+
+    def is_of_weights(self, tensor: Tensor) -> bool:
+        """Whether a placeholder is a weight, or was made of weights alone."""
+        made = self._made.get(id(tensor))
+        is_made = made is not None and made.op != INPUT and self._recording.ops[made.op].is_of_weights
+        return is_made or self.is_weight(tensor)
 
     def weight_at(self, memory: int) -> tuple[str, str]:
         """The weight that lies in some memory, by module and name."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from pipeloom.chance import AROUND, Generators, stand_in, watch_units
+from pipeloom.chance import entered as chance_entered
 from pipeloom.errors import DrawError, PipeloomWarning
 from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_generator
 from pipeloom.runtime.draw_key import DrawKey
@@ -38,7 +40,7 @@ class DrawStream:
         is_backward: draws are right only in a state that the forward saved; see `drawing_in_backward`.
     """
 
-    __slots__ = ("_call", "_generators", "_is_backward", "_key", "_restored")
+    __slots__ = ("_call", "_chance", "_generators", "_is_backward", "_key", "_restored")
 
     def __init__(self, key: DrawKey, call: int, *, is_backward: bool) -> None:
         self._key = key
@@ -46,6 +48,7 @@ class DrawStream:
         self._is_backward = is_backward
         self._restored: set[torch.device] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._chance: Generators | None = None
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The stream on a device, without the check of `generator_to_draw`."""
@@ -56,6 +59,14 @@ class DrawStream:
             # A backward over several devices runs in several threads: the first one's generator stays.
             found = self._generators.setdefault(device, seeded)
         return found
+
+    @property
+    def chance(self) -> Generators:
+        """What answers Python's ``random`` and ``numpy.random``."""
+        if self._chance is None:
+            of = self._key.unit if self._is_backward else None
+            self._chance = Generators(self._key.generator_seed(self._call), backward_of=of)
+        return self._chance
 
     def generator_to_draw(self, device: torch.device) -> torch.Generator:
         """The generator for a draw that runs now. Warns in a backward that restored no state from its forward."""
@@ -141,7 +152,7 @@ def stand_in_for_defaults(cuda: Any = torch.cuda) -> None:
         cuda.default_generators = tuple(_StandIn(getattr(each, "default", each)) for each in cuda.default_generators)
 
 
-def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) -> AbstractContextManager[None]:
+def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) -> AbstractContextManager[Any]:
     """Answer the random draws of this thread from a stream of their own while one call of a unit runs.
 
     The same key and call give the same numbers, whoever runs them and whenever. Other threads are not touched. A
@@ -156,6 +167,8 @@ def drawing(key: DrawKey, call: int = 0, foreign: ForeignDraws | None = None) ->
         DrawError: on leaving, if ``foreign`` found such draws; at once for ``torch.seed()``.
     """
     _prepare()
+    if key.unit == AROUND:  # what it draws by torch is keyed draw by draw
+        return chance_entered(Generators(key.generator_seed(call)))
     context = entered(DrawStream(key, call, is_backward=False))
     watch = None if foreign is None else foreign.watch(key)
     return context if watch is None else _watched(context, watch)
@@ -176,6 +189,7 @@ def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
 
 def _prepare() -> None:
     """Every call of every unit comes here; without CUDA, one look says that the stand-in is there."""
+    stand_in()
     cpu: Any = torch.random
     if _HAS_CUDA or type(cpu.default_generator) is not _StandIn:
         stand_in_for_defaults()
@@ -185,6 +199,14 @@ def _prepare() -> None:
 def _watched(context: AbstractContextManager[None], watch: AbstractContextManager[None]) -> Iterator[None]:
     with watch, context:
         yield
+
+
+def _chance_of_unit() -> Generators | None:
+    stream = current_stream()
+    return None if stream is None else stream.chance
+
+
+watch_units(_chance_of_unit)
 
 
 def _warn(message: str) -> None:

@@ -6,8 +6,7 @@ worked out for every form of inputs that comes along, and for every way that the
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten
+from pipeloom.chance import first_that_goes
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.clone import Clones
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.functions import Met
 from pipeloom.recording.ignored_draws import NotingRun, are_ignored
-from pipeloom.recording.ops import INPUT, Op, Recording, Value
+from pipeloom.recording.ops import INPUT, Recording, Value
 from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.plainly import Draws, no_draws
 from pipeloom.recording.process_draws import refuse_process_draws
-from pipeloom.recording.refusals import cannot_cut, check_ready, too_early
+from pipeloom.recording.refusals import cannot_cut, check_ready, not_here, too_early
 from pipeloom.recording.spec import Modes, spec
 from pipeloom.recording.stand_ins import stand_in
 from pipeloom.splitting.choose import Weights, choose_units, count, is_heavy, late_ones, skipped
@@ -32,12 +31,13 @@ from pipeloom.splitting.cuts import Cuts, checked, place_cuts
 from pipeloom.splitting.dataflow import Flow, flow
 from pipeloom.splitting.homes import stages_of
 from pipeloom.splitting.hooks import refuse_backward_hooks
+from pipeloom.splitting.owners import Owners, is_inside
 from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.replay import OtherWay, other_way
 from pipeloom.splitting.structure import Structure
 from pipeloom.splitting.survey import surveyed
 from pipeloom.splitting.together import check_together, together
-from pipeloom.splitting.tree import Tree, inputs_of, own_inputs, shell_of_buffers
+from pipeloom.splitting.tree import Tree, inputs_of, own_inputs
 from pipeloom.splitting.unit import Unit
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,14 +68,14 @@ class Cut:
         self._owned: frozenset[tuple[str, str]] = frozenset()
         check_ready(root)
         stand_in(root)
-        tree, seed = surveyed(root, inputs, self.opaque)
+        tree, seeds = surveyed(root, inputs, self.opaque)
         self.weights = Weights(count(root), tree.num_flops)
         wanted = num_stages or (cuts and len(cuts) + 1) or 1
         descend = {each.rpartition(".")[0] for each in cuts or () if isinstance(each, str)}
         descend = {".".join(name.split(".")[: i + 1]) for name in descend for i in range(name.count(".") + 1)}
         self.units = choose_units(tree, self.opaque, wanted, descend)
         refuse_backward_hooks((n, each) for n, each in root.named_modules() if not self._is_inside(n))
-        recording = self.first = self._recorded(inputs, no_draws, seed)
+        recording = self.first = first_that_goes(partial(self._recorded, inputs, no_draws), seeds)
         if recording.tail is not None and len(recording.unit_ops) < wanted:
             raise self._too_early(recording.tail, wanted)
         weights = self._unit_weights(recording)
@@ -93,13 +93,13 @@ class Cut:
             now = self.num_stages - 1 if name in late else self._stage_of_call[unit, 0]
             self._stage_of_call.setdefault((name, 0), now)
         self.plan_of_first = Plan(recording, self._flow(recording))
+        self._owners = Owners(root, self.units, self._stage_of_call, self.plan_of_first, self._owned, self.num_stages)
+        self.stages, self._trees = self._owners.stages, self._owners.trees
         self._modes = Modes(root, self._is_around)
         self._modes_then: Hashable = None
-        self._trees: dict[int, Tree] = {}
-        self._repeated: dict[tuple[str, int], Clones] = {}
-        self.stages = self._stages()
-        self._structure = Structure(root, lambda n: n in self.units or self._is_cloned(n), self._is_cloned)
-        self._probe = Tree(root, self.units, {}, self._shared_buffers, is_first=False)
+        is_cloned = self._owners.is_cloned
+        self._structure = Structure(root, lambda n: n in self.units or is_cloned(n), is_cloned)
+        self._probe = Tree(root, self.units, {}, self._owners.shared_buffers, is_first=False)
 
     def _too_early(self, tail: UncuttableCode, wanted: int) -> UncuttableCode:
         """The refusal, with the nearest cuts that work: as many as there are units for."""
@@ -107,24 +107,16 @@ class Cut:
         starts = [name for name in dict.fromkeys(names) if name != names[0]][1 - wanted :]
         return too_early(tail, names, wanted, starts)
 
-    # Which stage has what.
+    @property
+    def everywhere(self) -> tuple[Unit, ...]:
+        """The buffers of parents: every process has them."""
+        return self._owners.everywhere(self._owned)
 
     def _is_inside(self, module: str) -> bool:
-        return any(module == unit or module.startswith(f"{unit}.") for unit in self.units)
+        return is_inside(module, self.units)
 
     def _is_around(self, module: str) -> bool:
         return not self._is_inside(module)
-
-    def _is_cloned(self, module: str) -> bool:
-        return self._is_around(module) or any(f"{module}.".startswith(f"{unit}.") for unit, _ in self._repeated)
-
-    @property
-    def _shared_buffers(self) -> list[tuple[str, str]]:
-        """Those that the code of every stage writes, and each alike."""
-        return [place for place in self.first.written_buffers if place not in self._owned]
-
-    def _staged(self) -> Iterator[tuple[Op, int | None]]:
-        return zip(self.first.ops, self.plan_of_first.flow.stage_of, strict=True)
 
     def _unit_weights(self, recording: Recording) -> list[float]:
         modules, seen, found = dict(self.root.named_modules(remove_duplicate=False)), set[str](), []
@@ -133,98 +125,6 @@ class Cut:
             seen.add(op.what)
             found.append(self.weights.of(own, op.num_flops))
         return found
-
-    def _stages(self) -> tuple[tuple[Unit, ...], ...]:
-        """Per stage its units and shells; builds the trees."""
-        modules = dict(self.root.named_modules(remove_duplicate=False))
-        owner: dict[int, int] = {}
-        stages: list[list[Unit]] = []
-        glue = self._glue_weights()
-        covered: set[int] = set()
-        for stage in range(self.num_stages):
-            names = [n for n in self.units if any(s == stage for (u, _), s in self._stage_of_call.items() if u == n)]
-            runs = {name: self._own(name, modules[name], stage, owner) for name in names}
-            tree = Tree(self.root, self.units, runs, self._shared_buffers, is_first=stage == 0)
-            self._trees[stage] = tree
-            units = [Unit(name, runs[name]) for name in names]
-            for parent, places in _by_module(glue[stage]).items():
-                used = [(m, k) for m, k in places if k in modules[m]._parameters]
-                here = {(m, k): self._places(modules[m]._parameters[k]) for m, k in used}
-                is_owner = all(id(modules[m]._parameters[k]) not in covered for m, k in used)
-                units.append(Unit(parent, tree.shell(here, owns=is_owner, buffers=set(places) - set(used))))
-            for unit in units:
-                covered |= {id(each) for each in unit.module.parameters()}
-            stages.append(units)
-        rest = 0 if self.first.tail is None else self.num_stages - 1
-        stages[rest] += self._rest(covered, rest)
-        return tuple(map(tuple, stages))
-
-    def _own(self, unit: str, module: nn.Module, stage: int, owner: dict[int, int]) -> nn.Module:
-        """The module itself, or a clone where an earlier stage runs a part of it: its weights then have two places."""
-        first = {id(each): owner.setdefault(id(each), stage) for each in module.modules()}
-        if all(each == stage for each in first.values()):
-            return module
-        clones = Clones(module, lambda _, __: False, _unanswered)
-        for name, original in clones.originals.items():
-            kept = ("_buffers", "_parameters") if first[id(original)] == stage else ("_buffers",)
-            clones.of[name].__dict__.update((key, vars(original)[key]) for key in kept)
-        self._repeated[unit, stage] = clones
-        return clones.root
-
-    def _glue_weights(self) -> list[set[tuple[str, str]]]:
-        """Per stage, the parameters that its glue uses."""
-        found: list[set[tuple[str, str]]] = [set() for _ in range(self.num_stages)]
-        uses = [(place, stage) for op, stage in self._staged() for place in op.weights if stage is not None]
-        uses += [(place, self.num_stages - 1) for place in (*self.first.result_weights, *self._usable_in_tail())]
-        for place, stage in uses:
-            if self.root.get_submodule(place[0])._parameters.get(place[1]) is not None or place in self._owned:
-                found[stage].add(place)
-        own: dict[int, set[int]] = {}
-        for (name, _), stage in self._stage_of_call.items():
-            own.setdefault(stage, set()).update(id(p) for p in self.root.get_submodule(name).parameters())
-        return [
-            {p for p in places if id(self.root.get_submodule(p[0])._parameters.get(p[1])) not in own.get(stage, ())}
-            for stage, places in enumerate(found)
-        ]
-
-    def _usable_in_tail(self) -> Iterator[tuple[str, str]]:
-        """What the last stage may use where it goes on without a plan, whoever used it before."""
-        if self.first.tail is not None:
-            for name, module in self.root.named_modules():
-                if not self._is_inside(name):
-                    yield from ((name, key) for key in module._parameters)
-
-    def _places(self, parameter: Any) -> list[tuple[str, str]]:
-        return [
-            (name, key)
-            for name, module in self.root.named_modules()
-            for key, each in module._parameters.items()
-            if each is parameter
-        ]
-
-    def _rest(self, covered: set[int], stage: int) -> list[Unit]:
-        """Parameters that nothing used so far: stage 0 keeps them, or the last, if code without a plan may use them."""
-        found = []
-        for name, module in self.root.named_modules():
-            if self._is_inside(name):
-                continue
-            keys = [k for k, p in module._parameters.items() if p is not None and id(p) not in covered]
-            covered |= {id(module._parameters[key]) for key in keys}
-            places = [(name, key) for key in keys]
-            shell = self._trees[stage].shell({place: [place] for place in places}, owns=True)
-            if places:
-                found.append(Unit(name, shell))
-        return found
-
-    @property
-    def everywhere(self) -> tuple[Unit, ...]:
-        """The buffers of parents: every process has them."""
-        found = []
-        for name, module in self.root.named_modules():
-            keys = [key for key in module._buffers if (name, key) not in self._owned]
-            if keys and not self._is_inside(name):
-                found.append(Unit(name, shell_of_buffers(module, keys)))
-        return tuple(found)
 
     # Plans.
 
@@ -256,10 +156,7 @@ class Cut:
 
     def refresh(self) -> None:
         """Before a step: what stages have of their parents is as in the model."""
-        for tree in self._trees.values():
-            tree.refresh()
-        for clones in self._repeated.values():
-            clones.follow()
+        self._owners.refresh()
 
     def carry_home(self) -> None:
         """Give the model's parents what their code has counted: that of the latest stage here, which runs furthest."""
@@ -354,7 +251,7 @@ class Cut:
         try:
             out, value = self._trees[stage].run(plan.recording, plan.flow, stage, (args, kwargs), values, draws)
         except (OtherWay, NoNumbers) as error:
-            raise (other_way(error) if isinstance(error, OtherWay) else cannot_cut(error)) from error
+            raise (other_way(error) if isinstance(error, OtherWay) else not_here(error)) from error
         leaves = _leaves(args, kwargs) if any(each.op == INPUT for each in own.outgoing) else ()
         return out, tuple(leaves[v.leaf] if v.op == INPUT else value(v) for v in own.outgoing)
 
@@ -378,7 +275,8 @@ class Cut:
 
     def free(self, stages: Sequence[int]) -> None:
         """Keep only the trees of ``stages``, without weights that other processes have."""
-        self._trees = {stage: self._trees[stage] for stage in stages}
+        for stage in self._trees.keys() - set(stages):
+            del self._trees[stage]
         self._trees[min(stages)].write_through()
         own = {id(each) for stage in stages for unit in self.stages[stage] for each in unit.module.parameters()}
         for tree in (*self._trees.values(), self._probe):
@@ -387,14 +285,3 @@ class Cut:
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
     return flatten((args, kwargs))[0]
-
-
-def _by_module(places: set[tuple[str, str]]) -> Mapping[str, list[tuple[str, str]]]:
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for place in sorted(places):
-        found[place[0]].append(place)
-    return found
-
-
-def _unanswered(*_: Any) -> Any:
-    raise AssertionError("no call of these clones is answered")

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from pipeloom.errors import SplitError
+from pipeloom.errors import SplitError, UncuttableCode
 from pipeloom.ir.counts import is_whole
 from pipeloom.recording.ops import Recording
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.together import Bond
+
+_MOST_BONDS = 3
+"""Of those that keep calls together, so many are named."""
 
 Cuts = Sequence[int] | Sequence[str]
 """Indices of calls of units, names of modules, or the number of calls in each stage."""
@@ -69,10 +72,16 @@ def _too_few(
     widest: dict[str, Bond] = {}
     for bond in sorted(together, key=lambda each: each.last - each.first):
         widest[bond.why] = bond
-    for first, last, why in widest.values():
+    for first, last, why in list(widest.values())[-_MOST_BONDS:]:
         message += f". The calls from {names[first]!r} to {names[last]!r} have to be in one stage: {why}"
-    hint = "ask for fewer stages, or name places inside of them with cuts="
-    return SplitError(message, "ask for fewer stages, or change the model in that" if widest else hint)
+    if len(names) < num_stages:
+        return SplitError(message, "ask for fewer stages, or name places inside of them with cuts=")
+    hint = (
+        f"ask for at most {len(parts)}, or let the model's code do without"
+        if len(parts) > 1
+        else ("let the model's code do without")
+    )
+    return UncuttableCode(message, f"{hint} what keeps these calls together")
 
 
 def _groups(num_calls: int, together: Sequence[Bond]) -> list[tuple[int, int]]:

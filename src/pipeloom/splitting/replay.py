@@ -7,7 +7,7 @@ nothing is looked at inside units.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,7 +76,10 @@ class Replay:
         self._received_ops = {value.op for value in received}
         self._tail = recording.tail
         self._num_unplanned: Counter[str] = Counter()
-        self.mode = Seen(self._glue)
+        self._results = frozenset(recording.results)
+        # By chance the same calls may be given other values: seen only where all of them are placeholders.
+        self._value_of: dict[int, Value] | None = {} if stage is None and recording.is_by_chance else None
+        self.mode = Seen(self._glue, is_stage=True)
 
     def run(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model; None where this is not the last stage."""
@@ -91,6 +94,9 @@ class Replay:
         finally:
             del self.mode  # it leads back here: all values would live until the garbage collector comes by
         if self._stage is None:
+            if self._next < self._end:
+                raise OtherWay(f"{self._ops[self._next].what} was recorded, and the code was over")
+            self._check_given("the model's output", self._results, flatten(out)[0])
             return None
         if not self._is_last and self._end == len(self._ops):
             return None  # later stages have no call this time
@@ -207,7 +213,9 @@ class Replay:
         """What a call of another stage returns: placeholders, and the values that this stage received."""
         for (module, key), left in op.left.items():
             vars(self.modules[module])[key] = left
-        if op.structure is LEAF and op.index not in self._received_ops and _is_one_value(op):
+        if self._value_of is not None:
+            self._check_given(op.what, op.uses, _tensors(op, given))
+        elif op.structure is LEAF and op.index not in self._received_ops and _is_one_value(op):
             return self._here(op.outputs[0])
         tensors: list[Tensor] | None = None
         leaves = []
@@ -224,6 +232,9 @@ class Replay:
                     self._alive.append(output)
                 output = value
                 self._follow(op, leaf, value)
+            if self._value_of is not None and isinstance(output, Placeholder):
+                self._value_of[id(output)] = Value(op.index, leaf)
+                self._alive.append(output)
             leaves.append(output)
         for target, path, leaf in op.effects:
             self._effect(target, path, leaves[leaf])
@@ -231,6 +242,12 @@ class Replay:
             each.put(given, leaves)
         assert op.structure is not None, "every op of a recording has returned"
         return unflatten(leaves[: op.num_returned], op.structure)
+
+    def _check_given(self, what: str, recorded: Collection[Value], given: list[Any]) -> None:
+        found = {} if self._value_of is None else self._value_of
+        others = [found[id(each)] for each in given if id(each) in found and found[id(each)] not in recorded]
+        if others:
+            raise OtherWay(f"{what} was given {others[0]}, which was not recorded")
 
     def _here(self, output: Any) -> Any:
         """A placeholder that says it is where this stage is."""

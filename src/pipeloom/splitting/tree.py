@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.copies import copied_alike
+from pipeloom.batch.stands_for import STANDS_FOR
 from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.chance import AROUND
 from pipeloom.recording.clone import Call, Clones, plain_values
 from pipeloom.recording.ops import INPUT, Recording, Value
 from pipeloom.recording.placeholder import Placeholder
@@ -96,13 +98,13 @@ class Tree:
 
     @property
     def parents(self) -> nn.Module:
-        """A module with the buffers of all parents."""
+        """A module with the buffers of all parents, and for what they keep otherwise."""
         shells = nn.ModuleList()
         for name in self._parents:
-            if self.clones.of[name]._buffers:
-                shell = nn.Module()
-                shell.__dict__["_buffers"] = self.clones.of[name]._buffers
-                shells.append(shell)
+            shell = nn.Module()
+            shell.__dict__["_buffers"] = self.clones.of[name]._buffers
+            shell.__dict__[STANDS_FOR] = self.clones.of[name]
+            shells.append(shell)
         return shells
 
     def _below(self, unit: str) -> list[tuple[nn.Module, nn.Module]]:
@@ -210,7 +212,8 @@ class Tree:
         replay.modules, replay.originals = self.clones.of, _Runs(self)
         before, self._active = self._active, replay
         try:
-            out = replay.run(self.clones.root, *inputs)
+            with draws(AROUND, 0):
+                out = replay.run(self.clones.root, *inputs)
         finally:
             self._active = before
         return out, replay.value

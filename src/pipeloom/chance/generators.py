@@ -1,0 +1,139 @@
+"""Generators of their own for what Python's ``random`` and ``numpy.random`` are asked while a model's code runs.
+
+Those modules have one generator for the whole process. Ranks are threads, and every stage runs the code around the
+units: from one generator they would mask other time steps on each stage, or skip other layers, and a recompute would
+draw others than its forward did. So the functions of both modules are replaced by stand-ins, which look for generators
+of the thread that calls (`entered`), or of the unit that it runs (`watch_units`), and else do what they did.
+
+A function that was imported out of its module before (``from random import random``) is not reached so, nor is what
+other libraries draw from numpy's generator itself. Those are found, and refused (`recording.process_draws`,
+`runtime.foreign_draws`).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pipeloom.errors import DrawError
+
+AROUND = "(the code around the units)"
+"""The name, where a unit's stands, of what a model's own code draws for all stages alike."""
+
+_NUMPY = "numpy.random"
+_PLAIN_NUMPY = {"seed": "seed", "sample": "random_sample", "ranf": "random_sample"}
+"""What numpy has as functions rather than as methods of its generator, and the method that does the same."""
+_SETTING = frozenset({"seed", "setstate", "set_state"})
+
+_done: set[str] = set()
+_here = threading.local()
+_units: list[Callable[[], Generators | None]] = []
+
+
+class Generators:
+    """Python's and numpy's generator of one call, made when the first draw asks.
+
+    Args:
+        seed: of both.
+        backward_of: what is back-propagated, where this is a backward: its draws are refused until a seed is set,
+            because nothing gives it the numbers of the forward.
+
+    Attributes:
+        is_used: whether anything was asked of them.
+    """
+
+    __slots__ = ("_backward_of", "_made", "_seed", "is_used")
+
+    def __init__(self, seed: int, backward_of: str | None = None) -> None:
+        self._seed = seed
+        self._backward_of = backward_of
+        self._made: dict[str, Any] = {}
+        self.is_used = False
+
+    def method(self, module: str, name: str) -> Any:
+        """The method that answers for a function of ``random`` or ``numpy.random``.
+
+        Raises:
+            DrawError: this is a backward.
+        """
+        self.is_used = True
+        if name in _SETTING:
+            self._backward_of = None
+        elif self._backward_of is not None:
+            raise DrawError(
+                f"the {self._backward_of} drew from Python's `random` or numpy's global generator; a recomputed "
+                "forward has to draw the numbers of the first one, and torch.utils.checkpoint keeps torch's only",
+                "draw with torch there, for example torch.rand(()).item() < p; or let the pipeline recompute whole "
+                "stages, recompute=True.",
+            )
+        if module not in self._made:
+            self._made[module] = (
+                random.Random(self._seed)
+                if module == "random"
+                else sys.modules[_NUMPY].RandomState(self._seed & 0xFFFF_FFFF)
+            )
+        return getattr(self._made[module], name)
+
+
+class entered:  # noqa: N801  (a context manager; a class, because every forward of every stage enters one)
+    """Answer this thread's draws outside of units from ``generators``; contexts nest."""
+
+    __slots__ = ("_generators", "_outer")
+
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+        self._outer: Generators | None = None
+
+    def __enter__(self) -> Generators:
+        stand_in()
+        self._outer = getattr(_here, "generators", None)
+        _here.generators = self._generators
+        return self._generators
+
+    def __exit__(self, *_: object) -> None:
+        _here.generators = self._outer
+
+
+def watch_units(generators: Callable[[], Generators | None]) -> None:
+    """Let draws inside a unit be answered by what this gives there; None outside of units."""
+    _units.append(generators)
+
+
+def stand_in() -> None:
+    """Put the stand-ins in place; once is enough, and again once numpy was imported."""
+    if "random" not in _done:
+        _done.add("random")
+        _replace(random, getattr(random, "_inst"), {})  # noqa: B009  (typeshed hides it)
+    if _NUMPY not in _done and hasattr(sys.modules.get(_NUMPY), "mtrand"):
+        _done.add(_NUMPY)
+        numpy_random: Any = sys.modules[_NUMPY]
+        _replace(numpy_random, numpy_random.mtrand._rand, _PLAIN_NUMPY)
+
+
+def _replace(module: Any, shared: Any, others: dict[str, str]) -> None:
+    for name in dir(module):
+        plain = getattr(module, name)
+        if getattr(plain, "__self__", None) is shared or name in others:
+            setattr(module, name, _standing_in(plain, module.__name__, name, others.get(name, plain.__name__)))
+
+
+def _standing_in(plain: Any, module: str, name: str, method: str) -> Any:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        own = _current()
+        return plain(*args, **kwargs) if own is None else own.method(module, method)(*args, **kwargs)
+
+    functools.update_wrapper(draw, plain)
+    draw.__module__, draw.__name__, draw.__qualname__ = module, name, name  # where pickle looks for it
+    return draw
+
+
+def _current() -> Generators | None:
+    for generators in _units:
+        found = generators()
+        if found is not None:
+            return found
+    return getattr(_here, "generators", None)
