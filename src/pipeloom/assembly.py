@@ -26,7 +26,7 @@ from pipeloom.ranks import Devices, Ranks, place
 from pipeloom.runtime.batch_norm import DeferredStatistics
 from pipeloom.runtime.crossing import Plan
 from pipeloom.runtime.gradients import set_grad_dtype
-from pipeloom.splitting import Inputs, Replica, Share, Split, Ties, needs_inputs, split
+from pipeloom.splitting import Inputs, Replica, Share, Split, Ties, check_here, needs_inputs, split
 from pipeloom.weights.build import build
 from pipeloom.weights.match import held_at, match, places_of
 from pipeloom.weights.materialise import materialise
@@ -179,8 +179,10 @@ def made_by(model: Model | None, factory: Callable[[], nn.Module] | None, weight
 
     Raises:
         SplitError: both or none was given, the factory cannot be called, or does not make a module.
+        RuntimeStateError: other processes have a part of the model, by an earlier pipeline.
     """
     if factory is None and model is not None:
+        check_here(model)
         return model
     if factory is None or model is not None:
         raise SplitError(

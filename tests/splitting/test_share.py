@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipeloom as pl
 from pipeloom.errors import RuntimeStateError
 from pipeloom.splitting import Share, Ties, split
 
@@ -161,6 +162,28 @@ def test_a_weight_that_a_module_around_units_has_too_comes_back():
         assert torch.equal(root.head.bias, torch.full((4,), float(rank == 0)))
 
 
+def test_what_is_elsewhere_of_a_model_that_was_cut_by_running_it_takes_no_memory():
+    """Each rank had all of the model for as long as the pipeline lived: what looks at `requires_grad` held it."""
+    model = WithHead()
+    weights = [weakref.ref(each) for each in model.parameters()]
+    made = split(model, cuts=["layers.2"], inputs=((torch.zeros(2, 4),), {}))
+    Share(made, Ties(made), [0]).release()
+    gc.collect()
+    assert [each() is None for each in weights] == [False] * 4 + [True] * 4
+
+
+def test_weights_that_are_elsewhere_may_be_frozen_later():
+    """The ranks did not make the same plan: "another schedule, seed or step"."""
+    digests = []
+    for root, share in halves():
+        cut, inputs = share._made.cut, ((torch.zeros(2, 4),), {})
+        digests.append(cut.plan(inputs).digest)
+        root.layers[:2].requires_grad_(False)
+        digests.append(cut.plan(inputs).digest)
+    assert digests[:2] == digests[2:]
+    assert digests[0] != digests[1]
+
+
 def test_a_model_of_which_a_part_is_elsewhere_says_so_when_it_is_called():
     """`model.generate()` between steps: "Tensor on device cpu is not on the expected device meta!"."""
     found = halves()
@@ -169,6 +192,8 @@ def test_a_model_of_which_a_part_is_elsewhere_says_so_when_it_is_called():
         said = r"the WithHead was called itself, and 1 of its 2 stages are in other processes\nhint: call the pipeline"
         with pytest.raises(RuntimeStateError, match=said):
             root(torch.zeros(2, 4))
+        with pytest.raises(RuntimeStateError, match=r"given to a pipeline, and 1 of its 2 stages are in other"):
+            pl.Pipeline(root, num_stages=2)
         share.fill(contents)
         assert root(torch.zeros(2, 4)).shape == (2, 4)
 

@@ -38,6 +38,7 @@ HOOK_KINDS = (
 """Where a module has hooks of its forward and backward, and flags of them."""
 _LEADING = (nn.Module, types.MethodType, types.FunctionType, functools.partial, MEMOISED)
 _CONTAINERS = (list, tuple, set, dict, OrderedDict)
+_TENSORS = ("_parameters", "_buffers")
 _CALL = "_pipeloom_call"
 COMPILED = "_compiled_call_impl"
 """Where `nn.Module.compile` puts what is called instead of the module's own code, before any hook: a way in that leaves
@@ -116,7 +117,8 @@ class Clones:
         inner = clone.__dict__
         kind: Any = type(module)
         for key, value in vars(module).items():
-            inner[key] = self._led(value)
+            if key not in _TENSORS:  # a container that is led is kept, and would keep weights that other processes have
+                inner[key] = self._led(value)
         inner.update((key, types.MethodType(func, clone)) for key, func in _memoised(kind))
         inner["_parameters"] = dict(module._parameters)
         inner["_buffers"] = dict(module._buffers)

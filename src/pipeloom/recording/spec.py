@@ -22,7 +22,6 @@ class Modes:
 
     def __init__(self, root: nn.Module, is_parent: Callable[[str], bool]) -> None:
         self._modules = list(root.modules())
-        self._parameters = list(root.parameters())
         parents = {name: each for name, each in root.named_modules() if is_parent(name)}
         self._parents, self._attributes, self._num_changes = list(parents.values()), Attributes(parents), 0
 
@@ -32,7 +31,8 @@ class Modes:
         return (
             self._num_changes,
             tuple([each.training for each in self._modules]),
-            tuple([each.requires_grad for each in self._parameters]),
+            # Asked anew each time: what other processes have is replaced after the cut, and gives its memory back.
+            tuple([w.requires_grad for each in self._modules for w in each._parameters.values() if w is not None]),
             tuple([_plain(each) for each in self._parents]),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

@@ -1,5 +1,6 @@
 """From a model to stages."""
 
+from pipeloom.recording.absent import check_here
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.cut import Cut, Inputs
 from pipeloom.splitting.cuts import Cuts, asked
@@ -23,6 +24,7 @@ __all__ = [
     "asked",
     "balanced_cuts",
     "check_count",
+    "check_here",
     "needs_inputs",
     "split",
 ]
