@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from pipeloom.errors import PipeloomError, PipeloomWarning
     from pipeloom.ir import Action, Kind, Placement, Schedule, Span, Timeline
     from pipeloom.ir.verify import Limits, verify
+    from pipeloom.outline.description import split
     from pipeloom.pipeline import Pipeline
     from pipeloom.schedules import schedule
     from pipeloom.sim import simulate
-    from pipeloom.splitting.description import split
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _HOMES = {
     "Timeline": "ir",
     "schedule": "schedules",
     "simulate": "sim",
-    "split": "splitting.description",
+    "split": "outline.description",
     "verify": "ir.verify",
 }
 

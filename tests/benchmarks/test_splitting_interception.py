@@ -7,9 +7,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pipeloom as pl
-from pipeloom.recording.glue import Seen, unseen
-from pipeloom.recording.placeholder import Placeholder
 from pipeloom.splitting.cut import Cut
+from pipeloom.standins.glue import Seen, unseen
+from pipeloom.standins.placeholder import Placeholder
 
 
 class Looking(nn.Module):

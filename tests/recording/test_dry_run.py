@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.ops import INPUT, Kind, Same, Value
-from pipeloom.recording.placeholder import NoNumbers, Placeholder, Unseen
+from pipeloom.standins.placeholder import NoNumbers, Placeholder, Unseen
 
 UNITS = ["a", "b", "c"]
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from pipeloom.recording.placeholder import Placeholder
 from pipeloom.splitting.cut import Cut
+from pipeloom.standins.placeholder import Placeholder
 from pipeloom.testing import sequential_step
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients
 

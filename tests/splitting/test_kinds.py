@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pipeloom as pl
 from pipeloom.errors import DrawError, SplitError
 from pipeloom.recording.made_up import run_for_real
-from pipeloom.recording.placeholder import Placeholder
+from pipeloom.standins.placeholder import Placeholder
 from pipeloom.testing import sequential_step
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients
 

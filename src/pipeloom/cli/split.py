@@ -10,8 +10,8 @@ def run(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parser().parse(argv)
     from pipeloom.cli.loading import load, user_code
+    from pipeloom.outline.description import split
     from pipeloom.splitting import needs_inputs
-    from pipeloom.splitting.description import split
 
     loaded = load(options.model, options.inputs, is_bare=True)
     is_list = isinstance(loaded.model, list)

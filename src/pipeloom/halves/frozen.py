@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _CALLED_INSTEAD = "_compiled_call_impl"
-"""Where `nn.Module.compile` puts what is called instead of the module's own code (see `recording.clone`)."""
+"""Where `nn.Module.compile` puts what is called instead of the module's own code (see `standins.clone`)."""
 
 Concerns = Callable[[Any, Any], bool]
 """``concerns(args, kwargs)``: whether a call is given weights, and has to be seen whoever is called."""

@@ -16,8 +16,8 @@ from torch import nn
 
 from pipeloom.chance import AROUND
 from pipeloom.halves.frozen import answered
-from pipeloom.recording.glue import Seen, unseen
 from pipeloom.splitting import Inputs, Plan, Split
+from pipeloom.standins.glue import Seen, unseen
 
 Draws = Callable[[str, int], AbstractContextManager[Any]]
 

@@ -2,11 +2,9 @@
 
 ::
 
-    placeholder   a tensor without numbers
-    clone         shallow clones of the model, whose calls are answered by somebody else; followed: what changes in it
-    glue          torch functions that the model's code calls itself
-    dry_run       the run; effects, made_up: what leaves units otherwise, and what needs numbers all the same
-    ops           what was seen: calls of units and glue, and the values that they use and make
-    spec          for which inputs and modes that holds
+    dry_run       the run; effects, filled, touched, made_up: what leaves units otherwise, and what needs numbers
+                  all the same
+    ops           what was seen: calls of units and glue; values: which of them use and make which
+    bonds         calls that one stage has to run together; shared, global_state: by what they keep elsewhere
     refusals      why a model cannot be run so
 """

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.recording.glue import tensors_in
 from pipeloom.recording.ops import INPUT, Op, Value
-from pipeloom.recording.placeholder import Computing, Placeholder
 from pipeloom.recording.refusals import in_words, is_of_the_user
 from pipeloom.recording.values import Values
+from pipeloom.standins.glue import tensors_in
+from pipeloom.standins.placeholder import Computing, Placeholder
 
 DIFFERENTIATES = (
     "the latter differentiates what the former makes (torch.autograd.grad), and the graph of a stage ends where the "

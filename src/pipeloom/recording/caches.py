@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.batch.trees import flatten
-from pipeloom.recording.clone import Clones
-from pipeloom.recording.followed import OF_EVERY_MODULE, content_of, is_same
-from pipeloom.recording.placeholder import Placeholder
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.followed import OF_EVERY_MODULE, content_of, is_same
+from pipeloom.standins.placeholder import Placeholder
 
 _NONE = object()
 

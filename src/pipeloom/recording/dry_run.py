@@ -17,26 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.recording import bonds, opaque, plain
+from pipeloom.recording import bonds, plain
+from pipeloom.recording.buffers import Buffers, Place
 from pipeloom.recording.caches import Caches
-from pipeloom.recording.clone import Call, Clones, weights_of_modules
 from pipeloom.recording.effects import Effects
 from pipeloom.recording.filled import Changes, Containers, Filled
-from pipeloom.recording.functions import look
 from pipeloom.recording.global_state import without_globals
-from pipeloom.recording.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
 from pipeloom.recording.ops import INPUT, Effect, Kind, Op, Recording, Same, Value
-from pipeloom.recording.placeholder import (
-    Computing,
-    NoNumbers,
-    Placeholder,
-    Unseen,
-    computing,
-    is_about_numbers,
-    storage_of,
-)
 from pipeloom.recording.plainly import Draws, called, drawn_around, no_draws
 from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
 from pipeloom.recording.process_draws import ProcessDraws
@@ -47,6 +36,19 @@ from pipeloom.recording.shared import sharing
 from pipeloom.recording.tail import reachable
 from pipeloom.recording.touched import Touched
 from pipeloom.recording.values import Values
+from pipeloom.standins import opaque
+from pipeloom.standins.clone import Call, Clones, weights_of_modules
+from pipeloom.standins.functions import look
+from pipeloom.standins.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
+from pipeloom.standins.placeholder import (
+    Computing,
+    NoNumbers,
+    Placeholder,
+    Unseen,
+    computing,
+    is_about_numbers,
+    storage_of,
+)
 
 
 class DryRun:
@@ -63,7 +65,6 @@ class DryRun:
 
     Attributes:
         recording: what was seen.
-        owned: those, and others that turned out to be such.
         has_drawn: whether its code drew random numbers that nobody seeded.
         tree: the call of the root, with those within it; only without ``units``.
         is_inside: whether the code of a unit runs now.
@@ -100,9 +101,13 @@ class DryRun:
         self.process_draws = ProcessDraws()
         self._mode = Seen(self._glue_noted)
         self._now = Computing()
-        self.owned = frozenset(owned)
-        self._buffers = prepare(self._clones, self._values, self._device, self.owned)
+        self._buffers = Buffers(prepare(self._clones, self._values, self._device, frozenset(owned)), owned)
         self._touched = Touched(self._clones, units or ())
+
+    @property
+    def owned(self) -> frozenset[Place]:
+        """Those of ``owned``, and other buffers that turned out to be such."""
+        return self._buffers.owned
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Call the model.
@@ -136,9 +141,7 @@ class DryRun:
         self.recording.written_inputs = tuple(
             [i for i, (leaf, version) in enumerate(zip(leaves, versions, strict=True)) if is_written(leaf, version)]
         )
-        self.recording.written_buffers = tuple(
-            [(module, name) for module, name, buffer, version in self._buffers if is_written(buffer, version)]
-        ) + tuple(self.owned)
+        self.recording.written_buffers = self._buffers.written()
         return self.recording
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,7 +297,7 @@ class DryRun:
         if not any(isinstance(each, Placeholder | Same) for each in op.outputs):
             op.kind = Kind.EVERYWHERE
             self._note_everywhere(op, given, out)
-            self._note_state(op, given, versions)
+            op.is_state = self._buffers.has_among(given, versions)
         return out
 
     def _note_filled(self, op: Op, given: list[Tensor], containers: Containers) -> None:
@@ -344,7 +347,7 @@ class DryRun:
             used = [each for each in used if id(each) in self._variable or self._values.is_of_model(each)]
             if not any(isinstance(each, Placeholder) for each in (*given, *used)):
                 self._note_everywhere(op, [*given, *used], out)
-                self._note_state(op, given, versions)
+                op.is_state = self._buffers.has_among(given, versions)
                 return out
             op.kind, op.num_flops = Kind.GLUE, self._now.num_flops - before
             op.has_read = self._now.has_read
@@ -353,7 +356,7 @@ class DryRun:
             op.is_of_weights = not has_draws and self._values.are_of_weights([*given, *used], self._variable)
             self._values.close(op, given, out, self._now.written, used)
             bonds.of_glue(ops, op, (args, kwargs), self._values)
-            self._note_owned(given)
+            self._buffers.note_owned(given, self._now.written)
         return out
 
     def _drawing(self, op: Op) -> AbstractContextManager[Any]:
@@ -362,18 +365,6 @@ class DryRun:
         op.call = self._calls[op.draw_name]
         self._calls[op.draw_name] += 1
         return self._draws(op.draw_name, op.call)
-
-    def _note_state(self, op: Op, given: list[Tensor], versions: list[int]) -> None:
-        """What every stage writes into a buffer of its own, all have to, also where none of their units follows."""
-        written = {storage_of(each) for each, old in zip(given, versions, strict=True) if is_written(each, old)}
-        op.is_state = any(storage_of(buffer) in written for _, _, buffer, _ in self._buffers) if written else False
-
-    def _note_owned(self, given: list[Tensor]) -> None:
-        """A small buffer of a parent that a value of a stage was written into is that stage's."""
-        written = {storage_of(each) for each in given if not isinstance(each, Placeholder)} & self._now.written
-        if written:
-            own = {(module, name) for module, name, buffer, _ in self._buffers if storage_of(buffer) in written}
-            self.owned |= own
 
     @contextmanager
     def _refusing(self, op: Op | None = None) -> Iterator[None]:

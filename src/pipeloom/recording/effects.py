@@ -10,8 +10,8 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeloom.recording.clone import Clones
-from pipeloom.recording.placeholder import Placeholder
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.placeholder import Placeholder
 
 
 class Effects:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.batch.trees import Structure, flatten, unflatten
-from pipeloom.recording.placeholder import Computing, Placeholder, storage_of
+from pipeloom.standins.placeholder import Computing, Placeholder, storage_of
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.clone import Clones
+from pipeloom.standins.clone import Clones
 
 _CONTAINERS = (list, dict, set)
 _MOST_ITEMS = 1000

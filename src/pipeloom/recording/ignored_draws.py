@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.batch.trees import flatten
-from pipeloom.recording.clone import Call
 from pipeloom.recording.dry_run import DryRun
-from pipeloom.recording.placeholder import Placeholder
+from pipeloom.standins.clone import Call
+from pipeloom.standins.placeholder import Placeholder
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

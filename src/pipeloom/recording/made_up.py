@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.recording.clone import HOOKS, Clones
-from pipeloom.recording.placeholder import Placeholder
-from pipeloom.recording.unknown import Unknown
+from pipeloom.standins.clone import HOOKS, Clones
+from pipeloom.standins.placeholder import Placeholder
+from pipeloom.standins.unknown import Unknown
 
 _ABSENT = object()
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from pipeloom.batch.trees import LEAF, flatten
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Op
-from pipeloom.recording.placeholder import Placeholder
 from pipeloom.recording.shared import is_same
-from pipeloom.recording.unknown import Unknown
+from pipeloom.standins.placeholder import Placeholder
+from pipeloom.standins.unknown import Unknown
 
 _PLAIN = (bool, int, float, str)
 _VARIANTS = (1, 2, 3)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.recording.clone import HOOKS, Clones, is_of_a_library
-from pipeloom.recording.placeholder import Placeholder
 from pipeloom.recording.values import Values
+from pipeloom.standins.clone import HOOKS, Clones, is_of_a_library
+from pipeloom.standins.placeholder import Placeholder
 
 _SMALL = 1 << 18
 """Elements of a buffer that a dry run copies, so that code may compute with its numbers."""

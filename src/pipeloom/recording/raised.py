@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeloom.recording.functions import Met
 from pipeloom.recording.ops import Kind, Op
-from pipeloom.recording.placeholder import NoNumbers
+from pipeloom.standins.functions import Met
+from pipeloom.standins.placeholder import NoNumbers
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from pipeloom.recording.clone import Clones
-from pipeloom.recording.functions import look
-from pipeloom.recording.glue import Seen, current
-from pipeloom.recording.placeholder import Placeholder, Unseen, storage_of
 from pipeloom.recording.values import Values
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.functions import look
+from pipeloom.standins.glue import Seen, current
+from pipeloom.standins.placeholder import Placeholder, Unseen, storage_of
 
 
 def check_outside() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pipeloom.errors import PipeloomError, UncuttableCode
-from pipeloom.recording.functions import Met
-from pipeloom.recording.placeholder import NoNumbers, Unseen
+from pipeloom.standins.functions import Met
+from pipeloom.standins.placeholder import NoNumbers, Unseen
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, random.__file__)
 

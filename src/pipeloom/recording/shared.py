@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.clone import Clones
 from pipeloom.recording.ops import Recording
-from pipeloom.recording.placeholder import NoNumbers
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.placeholder import NoNumbers
 
 _CONTAINERS = (list, dict, set)
 _NO_STATE = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeloom.recording.followed import OF_EVERY_MODULE
+from pipeloom.standins.followed import OF_EVERY_MODULE
 
 _DEPTH = 12
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float)

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.clone import Clones
-from pipeloom.recording.followed import OF_EVERY_MODULE
 from pipeloom.recording.ops import Recording
 from pipeloom.recording.shared import is_same
-from pipeloom.recording.unknown import Unknown
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.followed import OF_EVERY_MODULE
+from pipeloom.standins.unknown import Unknown
 
 _OF_TORCH = OF_EVERY_MODULE - {"training"}
 _PLAIN = (bool, int, float, str, type(None))

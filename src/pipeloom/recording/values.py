@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.batch.trees import flatten
-from pipeloom.recording.glue import exchanged
 from pipeloom.recording.ops import INPUT, Form, Kind, Op, Recording, Same, Target, Value
-from pipeloom.recording.placeholder import Placeholder, Unseen, storage_of
+from pipeloom.standins.glue import exchanged
+from pipeloom.standins.placeholder import Placeholder, Unseen, storage_of
 
 _MANY = 1 << 24
 """Elements of memory in which it is not looked for where two views overlap: they are taken to."""

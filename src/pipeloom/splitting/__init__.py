@@ -1,6 +1,5 @@
 """From a model to stages."""
 
-from pipeloom.recording.absent import check_here
 from pipeloom.splitting.balance import balanced_cuts
 from pipeloom.splitting.cut import Cut, Inputs
 from pipeloom.splitting.cuts import Cuts, asked
@@ -10,6 +9,7 @@ from pipeloom.splitting.share import Share
 from pipeloom.splitting.split import Split, check_count, needs_inputs, split
 from pipeloom.splitting.ties import Ties
 from pipeloom.splitting.unit import Unit
+from pipeloom.standins.absent import check_here
 
 __all__ = [
     "Cut",

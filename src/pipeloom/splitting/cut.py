@@ -17,15 +17,11 @@ from pipeloom.batch.trees import flatten
 from pipeloom.chance import first_that_goes
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.dry_run import DryRun
-from pipeloom.recording.functions import Met
 from pipeloom.recording.ignored_draws import NotingRun, are_ignored
 from pipeloom.recording.ops import INPUT, Recording, Value
-from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.plainly import Draws, no_draws
 from pipeloom.recording.process_draws import refuse_process_draws
 from pipeloom.recording.refusals import cannot_cut, check_ready, not_here, too_early
-from pipeloom.recording.spec import Modes, spec
-from pipeloom.recording.stand_ins import stand_in
 from pipeloom.splitting.choose import Weights, choose_units, count, is_heavy, late_ones, skipped
 from pipeloom.splitting.cuts import Cuts, checked, place_cuts
 from pipeloom.splitting.dataflow import Flow, flow
@@ -39,6 +35,10 @@ from pipeloom.splitting.survey import surveyed
 from pipeloom.splitting.together import check_together, together
 from pipeloom.splitting.tree import Tree, inputs_of, own_inputs
 from pipeloom.splitting.unit import Unit
+from pipeloom.standins.functions import Met
+from pipeloom.standins.placeholder import NoNumbers
+from pipeloom.standins.spec import Modes, spec
+from pipeloom.standins.stand_ins import stand_in
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeloom.recording.clone import HOOK_KINDS
+from pipeloom.standins.clone import HOOK_KINDS
 
 _DEPTH = 4
 """Of functions within closures that are compared."""

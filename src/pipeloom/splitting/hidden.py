@@ -1,6 +1,6 @@
 """Modules and weights that a clone still shares with its original, because they lie where no clone is led.
 
-A clone has clones of the modules below it, also inside lists, dicts, partials and closures (`recording.clone`). What an
+A clone has clones of the modules below it, also inside lists, dicts, partials and closures (`standins.clone`). What an
 object of the user's holds, or a closure or method of somebody else, it would use as it is; and two threads would add
 up gradients in one leaf.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from pipeloom.errors import SplitError
-from pipeloom.recording.clone import Clones
-from pipeloom.recording.followed import OF_EVERY_MODULE, PLAIN
-from pipeloom.recording.memoised import content
+from pipeloom.standins.clone import Clones
+from pipeloom.standins.followed import OF_EVERY_MODULE, PLAIN
+from pipeloom.standins.memoised import content
 
 _DEPTH = 4
 _PLAIN = (type(None), *PLAIN)

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from pipeloom.errors import UncuttableCode
-from pipeloom.recording.clone import HOOKS, is_of_a_library
 from pipeloom.splitting.handed import is_alike
+from pipeloom.standins.clone import HOOKS, is_of_a_library
 
 _FORWARD, _BEFORE = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from pipeloom.errors import SplitError, near
-from pipeloom.recording.clone import COMPILED
 from pipeloom.splitting.split import Split
+from pipeloom.standins.clone import COMPILED
 
 
 def named(made: Split, patterns: Sequence[str], what: str) -> list[list[tuple[str, nn.Module]]]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from pipeloom.recording.clone import Clones
 from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.tree import Tree, shell_of_buffers
 from pipeloom.splitting.unit import Unit
+from pipeloom.standins.clone import Clones
 
 Place = tuple[str, str]
 """Of a parameter or buffer: its module's name, and its name there."""

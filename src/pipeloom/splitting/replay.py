@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from pipeloom.batch.trees import LEAF, flatten, unflatten
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording import plain
-from pipeloom.recording.checkpoints import checkpointed
-from pipeloom.recording.clone import Call
-from pipeloom.recording.glue import DRAWS, Seen, exchanged, read, tensors_in, unseen
-from pipeloom.recording.opaque import swapping
 from pipeloom.recording.ops import INPUT, Op, Recording, Same, Value
-from pipeloom.recording.placeholder import NoNumbers, Placeholder
 from pipeloom.recording.plainly import Draws
 from pipeloom.recording.raised import again
 from pipeloom.recording.refusals import came_otherwise
 from pipeloom.splitting.dataflow import Flow
+from pipeloom.standins.checkpoints import checkpointed
+from pipeloom.standins.clone import Call
+from pipeloom.standins.glue import DRAWS, Seen, exchanged, read, tensors_in, unseen
+from pipeloom.standins.opaque import swapping
+from pipeloom.standins.placeholder import NoNumbers, Placeholder
 
 
 class StageDone(BaseException):

@@ -24,15 +24,15 @@ from pipeloom.batch.copies import be_alike, leaf_like
 from pipeloom.batch.losses import LossRule, StepLoss
 from pipeloom.batch.sums import added
 from pipeloom.errors import LossError, RuntimeStateError, SplitError
-from pipeloom.recording.clone import HOOK_KINDS, Clones
-from pipeloom.recording.followed import OF_EVERY_MODULE
-from pipeloom.recording.scripted import is_scripted
 from pipeloom.splitting.hidden import refuse_hidden
 from pipeloom.splitting.share import Share
 from pipeloom.splitting.split import Split
 from pipeloom.splitting.structure import Structure
 from pipeloom.splitting.ties import Place, Ties, hooked, places_of
 from pipeloom.splitting.unit import Unit
+from pipeloom.standins.clone import HOOK_KINDS, Clones
+from pipeloom.standins.followed import OF_EVERY_MODULE
+from pipeloom.standins.scripted import is_scripted
 
 _ONE_REPLICA = "take a schedule with a single replica: dualpipe-v for dualpipe, zb-v, interleaved-zb"
 

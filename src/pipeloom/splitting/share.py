@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from pipeloom.recording.absent import give_way, stand_in
 from pipeloom.splitting.split import Split
 from pipeloom.splitting.ties import Ties
 from pipeloom.splitting.unit import Unit
+from pipeloom.standins.absent import give_way, stand_in
 
 
 class Share:

@@ -8,8 +8,8 @@ from torch import nn
 
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.node import Node
-from pipeloom.recording.placeholder import NoNumbers
 from pipeloom.recording.refusals import cannot_cut
+from pipeloom.standins.placeholder import NoNumbers
 
 _MOST_SURVEYS = 8
 """Dry runs, each with other draws, of a model whose code draws between its modules."""

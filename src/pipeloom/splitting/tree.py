@@ -16,14 +16,14 @@ from pipeloom.batch.copies import copied_alike
 from pipeloom.batch.stands_for import STANDS_FOR
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.chance import AROUND
-from pipeloom.recording.clone import Call, Clones, plain_values
 from pipeloom.recording.ops import INPUT, Recording, Value
-from pipeloom.recording.placeholder import Placeholder
 from pipeloom.recording.plainly import Draws
 from pipeloom.splitting.dataflow import Flow
 from pipeloom.splitting.handed import Handed
 from pipeloom.splitting.hooks import fire_added, has_any_hooks, hooks_of, put_hooks
 from pipeloom.splitting.replay import Replay
+from pipeloom.standins.clone import Call, Clones, plain_values
+from pipeloom.standins.placeholder import Placeholder
 
 
 class Tree:

@@ -12,10 +12,10 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeloom.outline.outline import Outline, in_bytes
 from pipeloom.schedules import schedule as make_schedule
 from pipeloom.sim import simulate
 from pipeloom.splitting import balanced_cuts
-from pipeloom.splitting.outline import Outline, in_bytes
 from pipeloom.testing.check import Check, Model, costs_of
 
 UNEVEN: Final = 1.25

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from pipeloom.outline.description import split
 from pipeloom.recording.ops import Recording
 from pipeloom.splitting import Cuts, Inputs
 from pipeloom.splitting import split as split_model
 from pipeloom.splitting.dataflow import flow
-from pipeloom.splitting.description import split
 
 
 def bytes_at(

@@ -20,13 +20,13 @@ from pipeloom.batch.trees import flatten
 from pipeloom.cost import Costs
 from pipeloom.errors import LossError, NonFiniteLoss, ParityError, PipeloomWarning
 from pipeloom.ir import Kind, Timeline
+from pipeloom.outline.description import split
+from pipeloom.outline.outline import Outline
 from pipeloom.parity import Comparison
 from pipeloom.pipeline import Pipeline
 from pipeloom.programs import Programs
 from pipeloom.sim import simulate
 from pipeloom.splitting import Cuts, asked
-from pipeloom.splitting.description import split
-from pipeloom.splitting.outline import Outline
 from pipeloom.testing.boundaries import bytes_at
 
 _DEFAULT_MICROBATCHES = 4

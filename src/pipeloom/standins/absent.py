@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pipeloom.errors import RuntimeStateError
-from pipeloom.recording.clone import COMPILED
+from pipeloom.standins.clone import COMPILED
 
 
 class _Absent:

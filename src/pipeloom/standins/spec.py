@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.containers import opened
-from pipeloom.recording.followed import Attributes
+from pipeloom.standins.followed import Attributes
 
 
 class Modes:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.recording.clone import Clones, is_of_a_library
+from pipeloom.standins.clone import Clones, is_of_a_library
 
 
 class Parent(nn.Module):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeloom.recording.functions import Met, look, make_seen
-from pipeloom.recording.glue import Seen, unseen
+from pipeloom.standins.functions import Met, look, make_seen
+from pipeloom.standins.glue import Seen, unseen
 
 
 def doubling():

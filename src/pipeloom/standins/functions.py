@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.recording.glue import current, unseen
+from pipeloom.standins.glue import current, unseen
 
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.overrides import TorchFunctionMode
 
-from pipeloom.recording.glue import METADATA, current, exchanged, tensors_in, unseen
+from pipeloom.standins.glue import METADATA, current, exchanged, tensors_in, unseen
 
 _SCRIPTED: Any = torch._C.ScriptFunction
 _call_scripted: Any = _SCRIPTED.__call__

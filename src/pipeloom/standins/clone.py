@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeloom.recording.followed import Attributes
-from pipeloom.recording.memoised import MEMOISED, content, is_memoised
-from pipeloom.recording.scripted import Scripted, is_scripted, modules_of
+from pipeloom.standins.followed import Attributes
+from pipeloom.standins.memoised import MEMOISED, content, is_memoised
+from pipeloom.standins.scripted import Scripted, is_scripted, modules_of
 
 Call = Callable[..., Any]
 Answer = Callable[[str, nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]

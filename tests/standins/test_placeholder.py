@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeloom.recording.placeholder import NoNumbers, Placeholder, computing, storage_of
+from pipeloom.standins.placeholder import NoNumbers, Placeholder, computing, storage_of
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from pipeloom.batch.containers import leaves
 from pipeloom.batch.trees import Structure
 from pipeloom.errors import SplitError
-from pipeloom.recording.dry_run import DryRun
-from pipeloom.recording.ops import INPUT, Kind, Op, Recording, Value
-from pipeloom.splitting.choose import count
-from pipeloom.splitting.cut import Cut, Inputs
-from pipeloom.splitting.cuts import Cuts, asked
-from pipeloom.splitting.outline import (
+from pipeloom.outline.outline import (
     CrossingValue,
     GlueCall,
     Outline,
@@ -32,6 +27,11 @@ from pipeloom.splitting.outline import (
     StageOutline,
     UnitCall,
 )
+from pipeloom.recording.dry_run import DryRun
+from pipeloom.recording.ops import INPUT, Kind, Op, Recording, Value
+from pipeloom.splitting.choose import count
+from pipeloom.splitting.cut import Cut, Inputs
+from pipeloom.splitting.cuts import Cuts, asked
 from pipeloom.splitting.split import Split, check_count, needs_inputs
 from pipeloom.splitting.split import split as split_model
 from pipeloom.splitting.unit import Unit
@@ -61,7 +61,7 @@ def split(
 
     Returns:
         The units in call order, glue, stages, and what crosses between them: ``print`` it, or see
-        `pipeloom.splitting.outline.Outline`.
+        `pipeloom.outline.outline.Outline`.
 
     Raises:
         SplitError: the model cannot be cut so, or has to be run and no inputs were given.

@@ -5,8 +5,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
-from pipeloom.recording.checkpoints import Buffers, checkpointed, stand_in
-from pipeloom.recording.glue import Seen
+from pipeloom.standins.checkpoints import Buffers, checkpointed, stand_in
+from pipeloom.standins.glue import Seen
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeloom.recording.glue import Seen, current, exchanged, read, tensors_in, unseen
-from pipeloom.recording.placeholder import Placeholder, computing
+from pipeloom.standins.glue import Seen, current, exchanged, read, tensors_in, unseen
+from pipeloom.standins.placeholder import Placeholder, computing
 
 
 def watching():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipeloom.recording import checkpoints, memoised, opaque
+from pipeloom.standins import checkpoints, memoised, opaque
 
 
 def stand_in(root: nn.Module) -> None:

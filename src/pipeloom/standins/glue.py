@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-from pipeloom.recording.placeholder import NoNumbers, Placeholder
+from pipeloom.standins.placeholder import NoNumbers, Placeholder
 
 
 def _words(text: str) -> list[str]:

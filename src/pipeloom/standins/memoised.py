@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeloom.recording.glue import current
+from pipeloom.standins.glue import current
 
 MEMOISED: Any = type(functools.lru_cache(lambda: None))
 """The type of what `functools.lru_cache` makes."""

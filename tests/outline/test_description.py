@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 import pipeloom as pl
 from pipeloom.errors import SplitError
+from pipeloom.outline.outline import CrossingValue, SharedParameter, in_bytes, in_flops
 from pipeloom.splitting import split as split_model
-from pipeloom.splitting.outline import CrossingValue, SharedParameter, in_bytes, in_flops
 
 
 class Skips(nn.Module):

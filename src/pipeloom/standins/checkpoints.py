@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from pipeloom.recording.glue import Seen, current
+from pipeloom.standins.glue import Seen, current
 
 _generator: Any = torch_checkpoint._checkpoint_without_reentrant_generator
 _Function: Any = torch_checkpoint.CheckpointFunction
