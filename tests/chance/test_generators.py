@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipeloom.chance import Generators, entered, stand_in
+from pipeloom.chance import Generators, are_keyed, entered, key_draws
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.draws import drawing
 
 KEY = DrawKey(0, 0, 0, microbatch=2, unit="blocks.3")
+
+
+@pytest.fixture(autouse=True)
+def keyed():
+    key_draws()
+    yield
+    key_draws(False)
 
 
 def some():
@@ -34,7 +41,6 @@ def test_the_same_seed_gives_the_same_numbers():
 
 
 def test_outside_they_do_what_they_did():
-    stand_in()
     random.seed(7)
     np.random.seed(7)
     expected = random.Random(7).random(), np.random.RandomState(7).rand()
@@ -79,7 +85,6 @@ def test_a_seed_within_a_unit_is_the_units():
 
 @pytest.mark.parametrize("where", [(random, "random"), (random, "gauss"), (np.random, "rand"), (np.random, "seed")])
 def test_functions_can_still_be_pickled(where):
-    stand_in()
     function = getattr(*where)
     assert pickle.loads(pickle.dumps(function)) is function
 
@@ -97,3 +102,15 @@ def test_a_compiled_unit_draws_the_same():
             expected = drop(torch.ones(2))
         with drawing(key):
             assert torch.equal(compiled(torch.ones(2)), expected)
+
+
+def test_all_is_put_back():
+    key_draws(False)
+    assert not are_keyed()
+    assert random.random.__self__ is random._inst
+    plain = {name: getattr(module, name) for module in (random, np.random) for name in dir(module)}
+    key_draws()
+    key_draws()
+    assert are_keyed()
+    key_draws(False)
+    assert plain == {name: getattr(module, name) for module in (random, np.random) for name in dir(module)}

@@ -1,7 +1,8 @@
-"""Models whose code draws by Python's ``random`` and ``numpy.random``: as the oracle's, whoever runs what."""
+"""Models whose code draws by Python's ``random`` and ``numpy.random``: keyed, as the oracle's, whoever runs what."""
 
 import copy
 import random
+from random import random as bound_random
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
+from pipeloom.chance import key_draws
 from pipeloom.errors import DrawError
 from pipeloom.testing import sequential_step
 from tests.numerics.asserts import assert_bit_equal, assert_same_gradients
@@ -20,6 +22,16 @@ DRAWS = [
     lambda: np.random.uniform(0, 1),
     lambda: np.random.ranf(),
 ]
+
+
+bound_rand = np.random.rand
+
+
+@pytest.fixture(autouse=True)
+def keyed():
+    key_draws()
+    yield
+    key_draws(False)
 
 
 def square(output):
@@ -171,3 +183,25 @@ def test_draws_in_a_backward_after_a_seed():
     model = nn.Sequential(Checkpointed(seeded), nn.Linear(8, 8))
     with pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square) as pipe:
         assert pipe.step(torch.randn(4, 8)).isfinite()
+
+
+@pytest.mark.parametrize("kind", [Masks, Sparse])
+@pytest.mark.parametrize("draw", [lambda: bound_random(), lambda: bound_rand()])
+def test_what_no_stand_in_reaches_is_refused(draw, kind):
+    pipe = pl.Pipeline(kind(draw), num_stages=2, num_microbatches=2, loss_fn=square)
+    with pipe, pytest.raises(DrawError, match=r"key_draws\(\) does not reach a function that was imported by name"):
+        pipe.step(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("kind", [Masks, Sparse])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_without_being_asked_for_it_is_refused(draw, kind):
+    """And the refusal's remedy works."""
+    key_draws(False)
+    model, x = kind(draw), torch.randn(4, 8)
+    pipe = pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square)
+    with pipe, pytest.raises(DrawError, match=r"call pipeloom\.chance\.key_draws\(\) before the pipeline is made"):
+        pipe.step(x)
+    key_draws()
+    with pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square) as pipe:
+        assert pipe.step(x).isfinite()

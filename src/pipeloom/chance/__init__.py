@@ -1,6 +1,7 @@
-"""Draws by Python's ``random`` and by numpy's global generator, answered per thread."""
+"""Draws by Python's ``random`` and by numpy's global generator: refused, or, after `key_draws`, answered per thread."""
 
-from pipeloom.chance.generators import AROUND, Generators, entered, stand_in, watch_units
+from pipeloom.chance.generators import AROUND, Generators, are_keyed, entered, key_draws, watch_units
+from pipeloom.chance.refusal import remedy
 from pipeloom.chance.seeds import first_that_goes
 
-__all__ = ["AROUND", "Generators", "entered", "first_that_goes", "stand_in", "watch_units"]
+__all__ = ["AROUND", "Generators", "are_keyed", "entered", "first_that_goes", "key_draws", "remedy", "watch_units"]

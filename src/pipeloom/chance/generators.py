@@ -2,17 +2,20 @@
 
 Those modules have one generator for the whole process. Ranks are threads, and every stage runs the code around the
 units: from one generator they would mask other time steps on each stage, or skip other layers, and a recompute would
-draw others than its forward did. So the functions of both modules are replaced by stand-ins, which look for generators
-of the thread that calls (`entered`), or of the unit that it runs (`watch_units`), and else do what they did.
+draw others than its forward did. So such draws are found, and refused by name (`recording.process_draws`,
+`runtime.foreign_draws`), unless a user asks for stand-ins for the functions of both modules (`key_draws`): those look
+for generators of the thread that calls (`entered`), or of the unit that it runs (`watch_units`), and else do what they
+did.
 
 A function that was imported out of its module before (``from random import random``) is not reached so, nor is what
-other libraries draw from numpy's generator itself. Those are found, and refused (`recording.process_draws`,
-`runtime.foreign_draws`).
+other libraries draw from numpy's generator itself: refused as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import random
 import sys
 import threading
@@ -29,7 +32,7 @@ _PLAIN_NUMPY = {"seed": "seed", "sample": "random_sample", "ranf": "random_sampl
 """What numpy has as functions rather than as methods of its generator, and the method that does the same."""
 _SETTING = frozenset({"seed", "setstate", "set_state"})
 
-_done: set[str] = set()
+_replaced: list[tuple[Any, str, Any]] = []
 _here = threading.local()
 _units: list[Callable[[], Generators | None]] = []
 
@@ -89,7 +92,6 @@ class entered:  # noqa: N801  (a context manager; a class, because every forward
         self._outer: Generators | None = None
 
     def __enter__(self) -> Generators:
-        stand_in()
         self._outer = getattr(_here, "generators", None)
         _here.generators = self._generators
         return self._generators
@@ -103,21 +105,36 @@ def watch_units(generators: Callable[[], Generators | None]) -> None:
     _units.append(generators)
 
 
-def stand_in() -> None:
-    """Put the stand-ins in place; once is enough, and again once numpy was imported."""
-    if "random" not in _done:
-        _done.add("random")
+def key_draws(enable: bool = True) -> None:
+    """Let what a model's code draws by ``random`` and ``numpy.random`` be a function of seed, step, micro-batch and
+    place, as its draws by torch are; call it once, before the pipeline is made, in every process.
+
+    Pipelines refuse such draws otherwise. wav2vec 2.0 and HuBERT mask by numpy in training, BigBird chooses its blocks
+    so. The functions of both modules are replaced for the whole program; outside of a model they do what they did.
+
+    Args:
+        enable: False puts the functions back.
+    """
+    if not enable:
+        while _replaced:
+            setattr(*_replaced.pop())
+    elif not _replaced:
         _replace(random, getattr(random, "_inst"), {})  # noqa: B009  (typeshed hides it)
-    if _NUMPY not in _done and hasattr(sys.modules.get(_NUMPY), "mtrand"):
-        _done.add(_NUMPY)
-        numpy_random: Any = sys.modules[_NUMPY]
-        _replace(numpy_random, numpy_random.mtrand._rand, _PLAIN_NUMPY)
+        with contextlib.suppress(ImportError):
+            numpy_random: Any = importlib.import_module(_NUMPY)
+            _replace(numpy_random, numpy_random.mtrand._rand, _PLAIN_NUMPY)
+
+
+def are_keyed() -> bool:
+    """Whether `key_draws` is in force."""
+    return bool(_replaced)
 
 
 def _replace(module: Any, shared: Any, others: dict[str, str]) -> None:
     for name in dir(module):
         plain = getattr(module, name)
         if getattr(plain, "__self__", None) is shared or name in others:
+            _replaced.append((module, name, plain))
             setattr(module, name, _standing_in(plain, module.__name__, name, others.get(name, plain.__name__)))
 
 

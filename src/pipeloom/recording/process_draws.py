@@ -1,8 +1,8 @@
-"""Draws in the parents' code that no stand-in for ``random`` or ``numpy.random`` reaches: found, and refused.
+"""Draws by Python's ``random`` or numpy's global generator in the parents' code: found in the dry run, and refused.
 
 Every stage runs that code, and those generators belong to the process: each stage would mask other time steps, or skip
-other layers, and nobody would say so. What is called by its module is answered (see `chance`); a dry run that moved the
-process's own generators all the same is made once more, watched call by call.
+other layers, and nobody would say so. After `chance.key_draws` what is called by its module is answered. A dry run that
+moved the process's own generators is made once more, watched call by call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from types import FrameType
 from typing import Any, Protocol
 
+from pipeloom.chance import remedy
 from pipeloom.errors import DrawError
 from pipeloom.recording.refusals import in_words, is_of_the_user
 
@@ -89,11 +90,9 @@ def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, An
         sys.setprofile(before)
     if seen:
         raise DrawError(
-            f"the code around the model's units draws from Python's `random` or numpy's global generator by a function "
-            f"that was imported by name, or by another library: {seen[0]}; every stage runs that code, and each would "
-            "draw other numbers",
-            "call it by its module, random.random() or numpy.random.rand(), which draw as step and micro-batch say; or "
-            "draw with torch, for example torch.rand(()).item() < p; or draw before the step and pass it to the model",
+            f"the code around the model's units draws from Python's `random` or numpy's global generator: {seen[0]}; "
+            "every stage runs that code, and each would draw other numbers",
+            f"{remedy()}; or draw before the step and pass what was drawn to the model; or switch it off",
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.chance import AROUND, Generators, stand_in, watch_units
+from pipeloom.chance import AROUND, Generators, watch_units
 from pipeloom.chance import entered as chance_entered
 from pipeloom.errors import DrawError, PipeloomWarning
 from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_generator
@@ -191,7 +191,6 @@ def drawing_in_backward(key: DrawKey) -> AbstractContextManager[None]:
 
 def _prepare() -> None:
     """Every call of every unit comes here; without CUDA, one look says that the stand-in is there."""
-    stand_in()
     cpu: Any = torch.random
     if _HAS_CUDA or type(cpu.default_generator) is not _StandIn:
         stand_in_for_defaults()

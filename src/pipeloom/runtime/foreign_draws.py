@@ -1,10 +1,10 @@
-"""Draws inside a unit that no stand-in for ``random`` or ``numpy.random`` reaches: found, and refused by name.
+"""Draws by Python's ``random`` or numpy's global generator inside a unit: found, and refused by name.
 
-What a unit calls by its module is answered (see `chance`). But ``from random import random`` is a bound C method, and
-other libraries hold numpy's generator itself: that state belongs to the process. The obvious check, comparing that
-state before and after a unit, blames a unit for what a loader thread drew meanwhile. So each unit is watched once,
-exactly: Python's ``random`` by a profile function, which belongs to one thread; numpy by comparing its state while this
-thread holds numpy's own lock, so that nobody else can draw.
+Their state belongs to the process. After `chance.key_draws` what a unit calls by its module is answered per thread; but
+``from random import random`` is a bound C method, and other libraries hold numpy's generator itself. The obvious check,
+comparing that state before and after a unit, blames a unit for what a loader thread drew meanwhile. So each unit is
+watched once, exactly: Python's ``random`` by a profile function, which belongs to one thread; numpy by comparing its
+state while this thread holds numpy's own lock, so that nobody else can draw.
 
 Watching costs, so it is for the first call. A unit that starts to draw later moves the state during a step in which
 nothing moved it before: then all units are watched once more.
@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
+from pipeloom.chance import remedy
 from pipeloom.errors import DrawError
 from pipeloom.runtime.draw_key import DrawKey
 
@@ -90,11 +91,10 @@ class ForeignDraws:
 
 def _refusal(key: DrawKey, source: str) -> DrawError:
     return DrawError(
-        f"unit {key.unit!r} drew from {source} (micro-batch {key.microbatch}) by a function that was imported by name, "
-        "or by another library; that generator is shared by all ranks: the numbers would depend on which rank comes "
-        "first, and a recompute would draw others than its forward did",
-        "call it by its module, random.random() or numpy.random.rand(), or draw with torch instead, for example "
-        "torch.rand(()).item() < p.",
+        f"unit {key.unit!r} drew from {source} (micro-batch {key.microbatch}); draws by torch are needed, because "
+        "that generator is shared by all ranks: the numbers would depend on which rank comes first, and a recompute "
+        "would draw others than its forward did",
+        remedy(),
     )
 
 
