@@ -42,9 +42,10 @@ class WholeModel(ABC):
 
         def __getattr__(self, name: str) -> Any:
             """Called for what is not found; the model may have it, as ``generate`` or ``config``."""
+            if hasattr(type(self), name):  # a property, which raised: let it say so itself
+                return object.__getattribute__(self, name)
             said = f"{type(self).__name__!r} object has no attribute {name!r}"
-            root = None if name.startswith("_") else self._root
-            if root is not None and hasattr(root, name):
+            if not name.startswith("_") and name in dir(self._root):
                 said += (
                     f"; its model has: pipe.unwrap().{name}, when the training is over, on every rank (devices= places "
                     "stages, save_pretrained() and full_state_dict() save them)"

@@ -338,3 +338,16 @@ def test_what_a_model_has_and_its_pipeline_has_not(name, where):
     with pytest.raises(AttributeError, match=rf"'Pipeline' object has no attribute '{name}'{where}"):
         getattr(pipe, name)
     assert not hasattr(pipe, "_grow")
+
+
+class Named(pl.Pipeline):
+    @property
+    def first_name(self):
+        return self.names[0]
+
+
+def test_what_a_property_lacks_is_said_and_not_the_property():
+    """A subclass's property was told to be missing, where what it asks for was."""
+    pipe = Named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
+    with pytest.raises(AttributeError, match="'Named' object has no attribute 'names'$"):
+        _ = pipe.first_name

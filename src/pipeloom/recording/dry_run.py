@@ -235,17 +235,17 @@ class DryRun:
         with self._within(name) as node:
             if name in self._opaque:
                 return self._real(name, args, kwargs)
-            changes = Changes((args, kwargs), self._now)
-            try:
-                out = run(*args, **kwargs)
-            except (NoNumbers, RuntimeError) as error:
-                if not is_about_numbers(error):
-                    raise
-                self._opaque.add(name)
-                node.children.clear()
-                out = self._real(name, args, kwargs)
+            with Changes((args, kwargs), self._now) as changes:
+                try:
+                    out = run(*args, **kwargs)
+                except (NoNumbers, RuntimeError) as error:
+                    if not is_about_numbers(error):
+                        raise
+                    self._opaque.add(name)
+                    node.children.clear()
+                    out = self._real(name, args, kwargs)
             has_values = any(isinstance(leaf, Placeholder) for leaf in flatten(out)[0])
-            node.is_everywhere = not has_values and not changes.any()
+            node.is_everywhere = not has_values and not changes.has_any()
             return out
 
     def _real(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], variant: int = 0) -> Any:

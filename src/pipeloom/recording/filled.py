@@ -53,27 +53,32 @@ class Filled(NamedTuple):
 
 
 class Changes:
-    """What a module does to its arguments instead of returning something.
+    """What a module does to its arguments instead of returning something, while this is entered.
 
     Args:
         given: its arguments.
-        now: what kernels write into; it is for this call alone until `any` is asked.
+        now: what kernels write into.
     """
 
     def __init__(self, given: Given, now: Computing) -> None:
         self._given, self._now = given, now
         self._leaves = flatten(given)[0]
-        self._outer, now.written = now.written, set()
+        self._outer = self._written = set[int]()
 
-    def any(self) -> bool:
+    def __enter__(self) -> Changes:
+        self._outer, self._now.written = self._now.written, set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._written, self._now.written = self._now.written, self._outer | self._now.written
+
+    def has_any(self) -> bool:
         """Whether it has left a value in a container, or written one into a tensor."""
-        written = self._now.written
-        self._now.written = self._outer | written
         known = set(map(id, self._leaves))
         if any(isinstance(leaf, Placeholder) and id(leaf) not in known for leaf in flatten(self._given)[0]):
             return True
         given = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and not _has_no_memory(leaf)]
-        return bool(written) and any(storage_of(leaf) in written for leaf in given)
+        return bool(self._written) and any(storage_of(leaf) in self._written for leaf in given)
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
