@@ -349,5 +349,5 @@ class Named(pl.Pipeline):
 def test_what_a_property_lacks_is_said_and_not_the_property():
     """A subclass's property was told to be missing, where what it asks for was."""
     pipe = Named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
-    with pytest.raises(AttributeError, match="'Named' object has no attribute 'names'$"):
+    with pytest.raises(AttributeError, match=r"'Named' object has no attribute 'names'$"):
         _ = pipe.first_name
