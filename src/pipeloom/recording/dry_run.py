@@ -49,6 +49,7 @@ from pipeloom.standins.placeholder import (
     is_about_numbers,
     storage_of,
 )
+from pipeloom.standins.spec import form
 
 
 class DryRun:
@@ -266,6 +267,7 @@ class DryRun:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         attributes = self._touched.before(name)
         op.given = tuple(attributes)
+        op.asked = form((args, kwargs, list(attributes.values())))
         given += tensors_in(list(attributes.values()), [])
         self._calls[name] += 1
         effects, containers = Effects(self._clones, name), Containers((args, kwargs))
