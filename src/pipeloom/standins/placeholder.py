@@ -166,6 +166,8 @@ class Placeholder(Tensor):
         if now is None:
             if func is torch.ops.aten.detach.default:  # torch shows tensors and makes parameters with it
                 return cls(args[0].meta, args[0].device)
+            if func is torch.ops.aten.is_same_size.default:
+                return args[0].shape == args[1].shape
             raise NoNumbers(f"{func} needs the numbers of a value of another stage")
         return _computed(now, func, args, kwargs or {})
 
