@@ -147,3 +147,77 @@ def test_a_shape_that_depends_on_numbers_is_refused_where_another_stage_would_as
 
 def test_a_tensor_whose_shape_depends_on_numbers_may_be_used_anywhere():
     assert_like_plain(lambda: Model(selected, lambda x, k: x * k.sum(), 0), num_stages=3)
+
+
+def kept(layer, x):
+    return x[x > 0][:, None] * x[0]
+
+
+def loose(use):
+    """A model whose first layer selects rows; ``made`` of them is asked for its shape in the last stage."""
+
+    class Loose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rest = Says(kept), nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+        def forward(self, x):
+            x, rows = self.first(x)
+            made = use(self, x, rows)
+            for layer in self.rest:
+                x = layer(x)
+            return x / (1 + made.numel())
+
+    return Loose
+
+
+UNCERTAIN = {
+    "transposed": lambda model, x, rows: rows.t(),
+    "of one row": lambda model, x, rows: rows.flatten().unsqueeze(0),
+    "expanded": lambda model, x, rows: x[:1, :1].expand_as(rows),
+    "broadcast": lambda model, x, rows: torch.broadcast_tensors(x[:1], rows)[0],
+    "the first two": lambda model, x, rows: rows[:2],
+    "a product": lambda model, x, rows: model.rest[0].weight @ rows.t(),
+    "a unit's": lambda model, x, rows: model.rest[0](rows).t(),
+    "concatenated": lambda model, x, rows: torch.cat([x, rows]),
+    "written into": lambda model, x, rows: rows.t().mul_(2),
+}
+CERTAIN = {
+    "a number": lambda model, x, rows: rows.sum(),
+    "a sum over rows": lambda model, x, rows: rows.sum(0),
+    "the longest of rows": lambda model, x, rows: torch.cat([rows, x]).amax(0),
+    "added": lambda model, x, rows: torch.zeros_like(x).index_add(0, torch.zeros_like(rows[:, 0]).long(), rows),
+    "added in place": lambda model, x, rows: torch.zeros_like(x).index_add_(
+        0, torch.zeros_like(rows[:, 0]).long(), rows
+    ),
+    "a matrix": lambda model, x, rows: rows.t() @ rows,
+    "a unit's": lambda model, x, rows: model.rest[0](rows.sum(0)),
+}
+
+
+@pytest.mark.parametrize("which", UNCERTAIN)
+def test_what_is_made_of_a_tensor_of_an_uncertain_shape_is_uncertain_too(which):
+    """Only where the first dimension kept its size was it known: ``rows.t().shape[1]`` was that of the dry run."""
+    with pytest.raises(UncuttableCode, match=r"the shape of .* depends on numbers"):
+        train(loose(UNCERTAIN[which])())
+
+
+@pytest.mark.parametrize("which", CERTAIN)
+def test_what_has_the_same_shape_whatever_the_number_of_rows_may_be_asked_for_it(which):
+    assert_like_plain(loose(CERTAIN[which]), num_stages=3)
+
+
+class Pools(nn.Module):
+    """Makes one row of many, by code that looks at how many there are."""
+
+    def forward(self, rows):
+        return rows.new_zeros(rows.shape[0], 8).add(rows).sum(0, keepdim=True) / max(1, rows.shape[0])
+
+
+def test_a_unit_that_makes_one_row_of_many_returns_a_certain_shape():
+    class Model(loose(lambda model, x, rows: model.pools(rows))):
+        def __init__(self):
+            super().__init__()
+            self.pools = Pools()
+
+    assert_like_plain(Model, num_stages=3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeloom.standins.glue import Seen, current, exchanged, read, tensors_in, unseen
-from pipeloom.standins.placeholder import Placeholder, computing
+from pipeloom.standins.placeholder import NoNumbers, Placeholder, computing
 
 
 def watching():
@@ -26,6 +26,20 @@ def test_functions_are_seen_and_questions_about_shapes_are_not():
         assert x.dtype == torch.float32
         (x + 1).sum()
     assert names == ["ones", "add", "sum"]
+
+
+def test_a_question_about_a_shape_may_name_its_tensor():
+    """``torch.numel(input=x)`` in the code of a stage was an IndexError: the tensor was taken from ``args[0]``."""
+    made = Placeholder(torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    with Seen(watching()[0].see, is_stage=True):
+        assert torch.numel(input=made) == 6
+        assert torch.is_same_size(input=made, other=torch.ones(2, 3))
+        assert torch.is_floating_point(input=made)
+        made.is_uncertain = True
+        with pytest.raises(NoNumbers, match="depends on numbers"):
+            torch.numel(input=made)
+        with pytest.raises(NoNumbers, match="depends on numbers"):
+            torch.is_same_size(torch.ones(2, 3), other=made)
 
 
 def test_an_iteration_is_seen_as_its_parts():

@@ -2,6 +2,5 @@
 
 from pipeloom.chance.generators import AROUND, Generators, are_keyed, entered, key_draws, watch_units
 from pipeloom.chance.refusal import remedy
-from pipeloom.chance.seeds import first_that_goes
 
-__all__ = ["AROUND", "Generators", "are_keyed", "entered", "first_that_goes", "key_draws", "remedy", "watch_units"]
+__all__ = ["AROUND", "Generators", "are_keyed", "entered", "key_draws", "remedy", "watch_units"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten, unflatten
-from pipeloom.recording import bonds, plain
+from pipeloom.recording import bonds, plain, uncertain
 from pipeloom.recording.buffers import Buffers, Place
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.effects import Effects
@@ -49,6 +49,7 @@ from pipeloom.standins.placeholder import (
     is_about_numbers,
     storage_of,
 )
+from pipeloom.standins.spec import form
 
 
 class DryRun:
@@ -266,6 +267,7 @@ class DryRun:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         attributes = self._touched.before(name)
         op.given = tuple(attributes)
+        op.asked = form((args, kwargs, list(attributes.values())))
         given += tensors_in(list(attributes.values()), [])
         self._calls[name] += 1
         effects, containers = Effects(self._clones, name), Containers((args, kwargs))
@@ -294,6 +296,8 @@ class DryRun:
             op.effects.append(Effect(target, path, len(op.outputs)))
             self._values.add(op, given, leaf)
         self._note_filled(op, given, containers)
+        with self.process_draws.elsewhere():
+            uncertain.follow(op, given, args, kwargs, lambda a, k: self._real(name, a, k, variant=1))
         if not any(isinstance(each, Placeholder | Same) for each in op.outputs):
             op.kind = Kind.EVERYWHERE
             self._note_everywhere(op, given, out)
@@ -355,6 +359,7 @@ class DryRun:
             op.weights = self._values.weights_among([*given, *used])
             op.is_of_weights = not has_draws and self._values.are_of_weights([*given, *used], self._variable)
             self._values.close(op, given, out, self._now.written, used)
+            uncertain.follow(op, [*given, *used], args, kwargs, lambda a, k: func(*a, **k))
             bonds.of_glue(ops, op, (args, kwargs), self._values)
             self._buffers.note_owned(given, self._now.written)
         return out

@@ -112,6 +112,7 @@ class Op:
         grads: which of its outputs require a gradient.
         filled: entries of containers among its arguments, which a unit made.
         given: attributes of the unit's modules that code outside of it set before the call, by module and name.
+        asked: of a unit, the shapes of the tensors that it is given, and the other values.
         left: plain values that the call left in attributes of the unit's modules.
         raised: what it raised, if it did not return.
         plain: which of its outputs are numbers, flags or text that a unit returned, as the dry run has them.
@@ -145,6 +146,7 @@ class Op:
     plain: dict[int, Any] = field(default_factory=dict)
     bonds: dict[int, str] = field(default_factory=dict)
     given: tuple[tuple[str, str], ...] = ()
+    asked: Any = None
     left: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property

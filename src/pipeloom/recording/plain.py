@@ -8,6 +8,7 @@ value seemed certain, and is another one after all, the stage of the unit says s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.batch.trees import LEAF, flatten
 from pipeloom.errors import UncuttableCode
+from pipeloom.recording import uncertain
 from pipeloom.recording.ops import Op
 from pipeloom.recording.shared import is_same
 from pipeloom.standins.placeholder import Placeholder
@@ -40,6 +42,7 @@ def note(op: Op, shapes: Collection[torch.Size], again: Callable[[int], Any] | N
     is_sure = not op.plain and all(each.shape in shapes for each in tensors.values())
     if again is None or is_sure:
         return
+    found: dict[int, list[torch.Size]] = defaultdict(list)
     for variant in _VARIANTS:
         try:
             leaves = flatten(again(variant))[0]
@@ -51,7 +54,10 @@ def note(op: Op, shapes: Collection[torch.Size], again: Callable[[int], Any] | N
                 op.outputs[i] = Unknown(f"what {op.what!r} returned besides tensors")
         for i, tensor in tensors.items():
             now = leaves[i] if i < len(leaves) else None
-            tensor.is_uncertain |= isinstance(now, Tensor) and now.shape != tensor.shape
+            if isinstance(now, Tensor) and now.shape != tensor.shape:
+                found[i].append(now.shape)
+    for i, others in found.items():
+        uncertain.mark(tensors[i], others)
 
 
 def check(op: Op, out: Any) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten
-from pipeloom.chance import first_that_goes
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.ignored_draws import NotingRun, are_ignored
@@ -31,7 +30,7 @@ from pipeloom.splitting.owners import Owners, is_inside
 from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.replay import OtherWay, other_way
 from pipeloom.splitting.structure import Structure
-from pipeloom.splitting.survey import surveyed
+from pipeloom.splitting.survey import first_that_goes, surveyed
 from pipeloom.splitting.together import check_together, together
 from pipeloom.splitting.tree import Tree, inputs_of, own_inputs
 from pipeloom.splitting.unit import Unit

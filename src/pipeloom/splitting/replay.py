@@ -22,11 +22,13 @@ from pipeloom.recording.plainly import Draws
 from pipeloom.recording.raised import again
 from pipeloom.recording.refusals import came_otherwise
 from pipeloom.splitting.dataflow import Flow
+from pipeloom.splitting.forms import is_as_recorded
 from pipeloom.standins.checkpoints import checkpointed
 from pipeloom.standins.clone import Call
 from pipeloom.standins.glue import DRAWS, Seen, exchanged, read, tensors_in, unseen
 from pipeloom.standins.opaque import swapping
 from pipeloom.standins.placeholder import NoNumbers, Placeholder
+from pipeloom.standins.spec import form
 
 
 class StageDone(BaseException):
@@ -132,6 +134,8 @@ class Replay:
             self._check_read(op, out)
             return out
         if stage != self._stage:
+            if self._value_of is not None and op.asked != self._asked(op, args, kwargs):
+                raise OtherWay(f"{name} was given other values than were recorded")
             return self._foreign(op, (args, kwargs))
         code_has = args, kwargs
         args, kwargs = self._real(code_has)
@@ -159,6 +163,10 @@ class Replay:
                 return swapping(func, self._swapped)(*_swap_all(self, args), **_swap_all(self, kwargs))
         stage = self._stage_of[op.index]
         if stage is not None and stage != self._stage:
+            if self._stage is None and (op.has_read or self._value_of is not None):
+                draws = self._draws(op.draw_name, op.call) if op.has_draws else nullcontext()
+                if not is_as_recorded(op, func, args, kwargs, draws):
+                    raise OtherWay(f"{op.what} gave a tensor of another shape or type than was recorded")
             return self._foreign(op, (args, kwargs))
         if stage is not None or self._current:
             args, kwargs = _swap_all(self, args), _swap_all(self, kwargs)
@@ -278,6 +286,9 @@ class Replay:
         here = vars(self.modules[module])
         if key in here:
             vars(self.originals[module])[key] = self._real(here[key])
+
+    def _asked(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return form((args, kwargs, [vars(self.modules[module]).get(key) for module, key in op.given]))
 
     def _keep(self, op: Op, given: Any, out: Any) -> None:
         """Remember what goes to other stages."""

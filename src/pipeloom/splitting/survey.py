@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
+from pipeloom.errors import PipeloomError
 from pipeloom.recording.dry_run import DryRun
 from pipeloom.recording.node import Node
 from pipeloom.recording.refusals import cannot_cut
 from pipeloom.standins.placeholder import NoNumbers
+
+Made = TypeVar("Made")
 
 _MOST_SURVEYS = 8
 """Dry runs, each with other draws, of a model whose code draws between its modules."""
@@ -46,3 +50,18 @@ def surveyed(
         raise failure
     found.sort(key=lambda each: (-each[0].num_calls, each[1]))
     return found[0][0], [seed for _, seed in found]
+
+
+def first_that_goes(make: Callable[[int], Made], seeds: list[int]) -> Made:
+    """What is made with the first of some seeds with which the model's own code does not fail.
+
+    It may fail for some draws: a loss over layers, all of which were skipped.
+    """
+    for seed in seeds[:-1]:
+        try:
+            return make(seed)
+        except PipeloomError:
+            raise
+        except Exception:  # with other draws it may go well
+            continue
+    return make(seeds[-1])

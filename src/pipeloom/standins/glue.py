@@ -97,7 +97,7 @@ METADATA = _metadata()
 _SIZES = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "nbytes")]
     + [getattr(Tensor, name) for name in ("size", "numel", "nelement", "stride", "__len__")]
-    + [torch.numel]
+    + [torch.numel, torch.is_same_size, Tensor.is_same_size]
 )
 
 _TENSOR_READS = _words(
@@ -187,16 +187,20 @@ class Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func in METADATA:
-            if self._is_stage and func in _SIZES and isinstance(args[0], Placeholder) and args[0].is_uncertain:
-                raise NoNumbers(
-                    f"the shape of {args[0]!r} depends on numbers, and only the stage that made it has them"
-                )
+            if self._is_stage and func in _SIZES:
+                _check_sizes((*args, *(kwargs or {}).values()))
             return func(*args, **(kwargs or {}))
         if func in _TURNED and isinstance(args[-1], Tensor) and len(args) == 2:
             return self._glue(_TURNED[func], (args[1], args[0]), {})
         if func is Tensor.__iter__:  # an iterator holds tensors that nobody would see
             return iter(self._glue(Tensor.unbind, args, {}))
         return self._glue(func, args, kwargs or {})
+
+
+def _check_sizes(asked: tuple[Any, ...]) -> None:
+    for each in asked:
+        if isinstance(each, Placeholder) and each.is_uncertain:
+            raise NoNumbers(f"the shape of {each!r} depends on numbers, and only the stage that made it has them")
 
 
 def current() -> Seen | None:

@@ -107,6 +107,8 @@ class Placeholder(Tensor):
     maker: int | None = None
     is_uncertain: bool = False
     """Whether its shape depends on numbers, so that it is another one in the stage which has them."""
+    others: tuple[Tensor | None, ...] = ()
+    """Of an uncertain shape, meta tensors of some that it may have instead."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -166,6 +168,8 @@ class Placeholder(Tensor):
         if now is None:
             if func is torch.ops.aten.detach.default:  # torch shows tensors and makes parameters with it
                 return cls(args[0].meta, args[0].device)
+            if func is torch.ops.aten.is_same_size.default:
+                return args[0].shape == args[1].shape
             raise NoNumbers(f"{func} needs the numbers of a value of another stage")
         return _computed(now, func, args, kwargs or {})
 
@@ -218,12 +222,9 @@ def _computed(now: Computing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         owner = owners.get(id(value))
         if owner is not None:
             return owner
-        made = now.made(Placeholder(value, device))
-        made.is_uncertain = value.shape[:1] in uncertain and value.dim() > 0
-        return made
+        return now.made(Placeholder(value, device))
 
     now.ran()
-    uncertain = {each.shape[:1] for each in owners.values() if isinstance(each, Placeholder) and each.is_uncertain}
     return tree_map(closed, out)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from pipeloom.batch.containers import opened
 from pipeloom.standins.followed import Attributes
 
+_PLAIN = (bool, int, float, complex, str, bytes, slice, range, type(None), torch.dtype, torch.Size)
+
 
 class Modes:
     """The modes and attributes of a model, which its code may look at.
@@ -58,3 +60,17 @@ def spec(value: Any) -> Hashable:
     except TypeError:
         return (type(value), id(value))
     return (type(value), value)
+
+
+def form(value: Any) -> Any:
+    """Of tensors shape and type, of arrays and plain values what they are, of other objects which class they have."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if hasattr(value, "tolist"):  # numpy's
+        return (type(value), value.tolist())
+    container = opened(value)
+    if container is None:
+        return type(value)
+    return (type(value), [(name, form(child)) for name, child in container.children.items()])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeloom.chance import first_that_goes
 from pipeloom.errors import SplitError
+from pipeloom.splitting.survey import first_that_goes
 
 
 def test_seeds_are_tried_in_their_order():
