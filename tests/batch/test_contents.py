@@ -1,5 +1,6 @@
 """Containers filled again with what they held."""
 
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
@@ -75,3 +76,24 @@ def test_what_has_its_content_is_left_alone() -> None:
     content = copy_of(container)
     for _ in container:
         fill(container, content, {})
+
+
+def test_a_container_is_copied_in_one_go() -> None:
+    """Another stage's thread may add to it meanwhile: its keys must be those of its values."""
+    stop, shared = threading.Event(), dict[int, int]()
+
+    def write() -> None:
+        while not stop.is_set():
+            shared.clear()
+            for i in range(50):
+                shared[i] = i
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert all(key == value for key, value in copy_of(shared).items())
+            assert entries(shared) is not None
+    finally:
+        stop.set()
+        thread.join()

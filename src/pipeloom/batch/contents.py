@@ -7,7 +7,7 @@ as a record of fields has, or refuse to be updated.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -17,16 +17,17 @@ FILLED: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
 CONTAINERS: tuple[Any, ...] = (*FILLED, tuple, frozenset)
 
 
-def entries(container: Any) -> Iterable[Any]:
-    """What lies in it; of a dict its values."""
-    values: Iterable[Any] = _own(container).values(container) if isinstance(container, dict) else container
-    return values
+def entries(container: Any) -> list[Any]:
+    """What lies in it by now; of a dict its values."""
+    return list(_own(container).values(container) if isinstance(container, dict) else container)
 
 
 def copy_of(container: Any) -> Any:
-    """Its content, for `fill`."""
+    """Its content, for `fill`; in one go, as another thread may write it."""
+    if isinstance(container, OrderedDict):
+        return dict(OrderedDict.items(container))
     if isinstance(container, dict):
-        return list(_own(container).keys(container)), list(entries(container))
+        return dict.copy(container)
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -39,22 +40,22 @@ def fill(container: Any, content: Any, instead: Mapping[int, Any]) -> None:
         instead: what takes the place of entries, by their ``id``; not in a set.
     """
     own = _own(container)
-    if isinstance(container, dict):
-        _fill_dict(container, content[0], _with(content[1], instead))
-    elif isinstance(container, set):
+    if isinstance(container, set):
         if container != content:
             own.clear(container)
             own.update(container, content)
+    elif isinstance(container, dict):
+        _fill_dict(container, _with(content, instead))
     elif not _is_same(container, content := _with(content, instead)):
         own.clear(container)
         own.extend(container, content)
 
 
-def _fill_dict(container: dict[Any, Any], keys: list[Any], values: list[Any]) -> None:
+def _fill_dict(container: dict[Any, Any], content: dict[Any, Any]) -> None:
     own = _own(container)
-    if not _is_same(own.keys(container), keys) or not _is_same(own.values(container), values):
+    if not _is_same(own.keys(container), content) or not _is_same(own.values(container), content.values()):
         own.clear(container)
-        for key, value in zip(keys, values, strict=True):
+        for key, value in content.items():
             own.__setitem__(container, key, value)
 
 
@@ -62,10 +63,14 @@ def _own(container: Any) -> Any:
     return next(each for each in FILLED if isinstance(container, each))
 
 
-def _with(content: list[Any], instead: Mapping[int, Any]) -> list[Any]:
-    return [instead.get(id(each), each) for each in content] if instead else content
+def _with(content: Any, instead: Mapping[int, Any]) -> Any:
+    if not instead:
+        return content
+    if isinstance(content, dict):
+        return {key: instead.get(id(each), each) for key, each in content.items()}
+    return [instead.get(id(each), each) for each in content]
 
 
-def _is_same(now: Any, then: list[Any]) -> bool:
+def _is_same(now: Any, then: Any) -> bool:
     """Without a list of what is there now: it may be a vocabulary, and is looked at twice for each micro-batch."""
     return len(now) == len(then) and all(map(is_, now, then))
