@@ -21,5 +21,6 @@ its micro-batches and their loss are `pipeloom.batch`'s. By job, the plainest fi
                     sums         add up in an order other than the one they come in
     the same bits   ambient      what the caller has switched on, in the thread of each rank
                     draw_key, draws, draw_kernels, foreign_draws   random numbers that do not depend on who runs what
-                    batch_norm, buffer_history, plain_history   buffers and counters, also in a recompute
+                    batch_norm, buffer_history   buffers, also in a recompute
+                    plain_history, buffer_aliases   counters and other attributes, and those that are a buffer
 """
