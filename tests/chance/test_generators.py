@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeloom.chance import Generators, are_keyed, entered, key_draws
+from pipeloom.chance import AROUND, Generators, are_keyed, entered, key_draws
+from pipeloom.errors import DrawError
 from pipeloom.runtime.draw_key import DrawKey
 from pipeloom.runtime.draws import drawing
 
@@ -81,6 +82,15 @@ def test_a_seed_within_a_unit_is_the_units():
         first = np.random.rand()
         np.random.set_state(state)
         assert np.random.rand() == first
+
+
+@pytest.mark.parametrize("seed", [lambda: random.seed(), lambda: np.random.seed(), lambda: random.seed(a=None)])
+@pytest.mark.parametrize("key", [KEY, KEY._replace(unit=AROUND)])
+def test_a_seed_by_the_clock_is_refused(key, seed):
+    """`random.seed()` in a layer took its seed from the system: no two runs were the same, and no recompute."""
+    with drawing(key), pytest.raises(DrawError, match=r"seed\(\) was called without a number in a model's code"):
+        seed()
+    seed()
 
 
 @pytest.mark.parametrize("where", [(random, "random"), (random, "gauss"), (np.random, "rand"), (np.random, "seed")])

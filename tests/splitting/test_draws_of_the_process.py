@@ -156,33 +156,80 @@ def test_the_users_own_numbers_go_on():
     assert (random.random(), np.random.rand()) == expected
 
 
-class Checkpointed(Sparse):
-    """Runs its layers again in the backward, where torch puts back the state of its own generators only."""
+class Checkpointed(nn.Module):
+    """Runs its layer again in the backward."""
+
+    def __init__(self, draw, **options):
+        super().__init__()
+        self.linear, self.draw, self.options = nn.Linear(8, 8), draw, options
+
+    def forward(self, x):
+        if not self.options:
+            return self.inner(x)
+        return torch.utils.checkpoint.checkpoint(self.inner, x, **self.options)
+
+    def inner(self, x):
+        return self.linear(x * self.draw()).tanh() * self.draw()
+
+
+def seeded():
+    random.seed(3)
+    np.random.seed(3)
+    return random.random() + np.random.rand()
+
+
+def other_seeded():
+    random.seed(3)
+    return np.random.rand()
+
+
+KEPT = [{"use_reentrant": False}, {"use_reentrant": True}]
+LOST = [{**each, "preserve_rng_state": False} for each in KEPT]
+
+
+@pytest.mark.parametrize("options", KEPT)
+@pytest.mark.parametrize("draws", [DRAWS[:2], [DRAWS[2], seeded], [seeded, DRAWS[0]], [other_seeded, DRAWS[4]]])
+def test_a_checkpoint_draws_what_its_forward_drew(draws, options):
+    """One layer that seeded itself let all others of its stage draw: other numbers than in their forwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Checkpointed(draw, **options) for draw in draws))
+    plain = copy.deepcopy(model)
+    for layer in plain[1:]:
+        layer.options = {}
+    x, given = torch.randn(8, 8), {"num_microbatches": 2, "loss_fn": square}
+    with pl.Pipeline(model, cuts=[1], **given) as pipe:
+        assert_bit_equal(pipe.step(x), sequential_step(plain, x, **given), "loss")
+        assert_same_gradients(pipe, plain)
+
+
+class CheckpointedAround(Sparse):
+    """Its own code has its layers run again in the backward, as transformers' gradient checkpointing does."""
 
     def forward(self, x):
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(nn.Module.__call__, layer, x, use_reentrant=False)
+            x = x + torch.utils.checkpoint.checkpoint(nn.Module.__call__, layer, x * self.draw(), use_reentrant=False)
         return x
 
 
-def test_draws_in_a_backward_are_refused():
-    """A checkpoint within a layer would draw others than its forward did, and nobody would say so."""
-    model = nn.Sequential(Checkpointed(DRAWS[2]), nn.Linear(8, 8))
-    pipe = pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square)
-    with pipe, pytest.raises(DrawError, match=r"the backward of stage 0 drew from Python's `random` or numpy's"):
+@pytest.mark.parametrize("draw", [DRAWS[0], DRAWS[3]])
+def test_a_checkpoint_around_layers_draws_what_their_forward_drew(draw):
+    torch.manual_seed(0)
+    assert_like_the_oracle(CheckpointedAround(draw), 2)
+
+
+def test_modules_that_are_recomputed_by_name_draw_the_same():
+    torch.manual_seed(0)
+    assert_like_the_oracle(nn.Sequential(*(Blocks(draw) for draw in DRAWS[:4])), 2, recompute="*")
+
+
+@pytest.mark.parametrize("options", LOST)
+@pytest.mark.parametrize("draw", [DRAWS[0], DRAWS[2], seeded, other_seeded])
+def test_draws_in_a_backward_are_refused(draw, options):
+    """A checkpoint that is told to keep no random state draws others than its forward did, and nobody would say so."""
+    model = nn.Sequential(nn.Linear(8, 8), Checkpointed(draw, **options))
+    pipe = pl.Pipeline(model, cuts=[1], num_microbatches=2, loss_fn=square)
+    with pipe, pytest.raises(DrawError, match=r"the backward of stage 1 drew from Python's `random` or numpy's"):
         pipe.step(torch.randn(4, 8))
-
-
-def test_draws_in_a_backward_after_a_seed():
-    """BigBird seeds numpy before it draws."""
-
-    def seeded():
-        np.random.seed(3)
-        return np.random.rand()
-
-    model = nn.Sequential(Checkpointed(seeded), nn.Linear(8, 8))
-    with pl.Pipeline(model, num_stages=2, num_microbatches=2, loss_fn=square) as pipe:
-        assert pipe.step(torch.randn(4, 8)).isfinite()
 
 
 @pytest.mark.parametrize("kind", [Masks, Sparse])

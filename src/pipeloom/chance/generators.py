@@ -30,6 +30,7 @@ AROUND = "(the code around the units)"
 _NUMPY = "numpy.random"
 _PLAIN_NUMPY = {"seed": "seed", "sample": "random_sample", "ranf": "random_sample"}
 """What numpy has as functions rather than as methods of its generator, and the method that does the same."""
+_GET, _SET = {"random": "getstate", _NUMPY: "get_state"}, {"random": "setstate", _NUMPY: "set_state"}
 _SETTING = frozenset({"seed", "setstate", "set_state"})
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -42,8 +43,8 @@ class Generators:
 
     Args:
         seed: of both.
-        backward_of: what is back-propagated, where this is a backward: its draws are refused until a seed is set,
-            because nothing gives it the numbers of the forward.
+        backward_of: what is back-propagated, where this is a backward: its draws are refused, unless a recomputation
+            puts back the state of its forward.
 
     Attributes:
         is_used: whether anything was asked of them.
@@ -61,25 +62,50 @@ class Generators:
         """The method that answers for a function of ``random`` or ``numpy.random``.
 
         Raises:
-            DrawError: this is a backward.
+            DrawError: this is a backward, and draws.
         """
         self.is_used = True
-        if name in _SETTING:
-            self._backward_of = None
-        elif self._backward_of is not None:
+        if self._backward_of is not None and name not in _SETTING:
             raise DrawError(
-                f"the {self._backward_of} drew from Python's `random` or numpy's global generator; a recomputed "
-                "forward has to draw the numbers of the first one, and torch.utils.checkpoint keeps torch's only",
-                "draw with torch there, for example torch.rand(()).item() < p; or let the pipeline recompute whole "
-                "stages, recompute=True.",
+                f"the {self._backward_of} drew from Python's `random` or numpy's global generator, outside of a "
+                "recomputation that puts back the random state of its forward; a recomputed forward has to draw the "
+                "numbers of the first one, whether it sets a seed or not",
+                "use torch.utils.checkpoint with preserve_rng_state=True, or leave it to the pipeline (recompute=True, "
+                "or recompute= with the modules' names).",
             )
+        found = getattr(self._generator(module), name)
+        return functools.partial(_seeded, module, found) if name == "seed" else found
+
+    def state(self) -> Any:
+        """What `restore` needs."""
+        made = {module: getattr(each, _GET[module])() for module, each in self._made.items()}
+        return self._seed, self._backward_of, made
+
+    def restore(self, state: Any) -> None:
+        """Draw from here on what was drawn after `state`, of these generators or of others."""
+        self._seed, self._backward_of, made = state
+        self._made = {}
+        for module, each in made.items():
+            getattr(self._generator(module), _SET[module])(each)
+
+    def _generator(self, module: str) -> Any:
         if module not in self._made:
             self._made[module] = (
                 random.Random(self._seed)
                 if module == "random"
                 else sys.modules[_NUMPY].RandomState(self._seed & 0xFFFF_FFFF)
             )
-        return getattr(self._made[module], name)
+        return self._made[module]
+
+
+def _seeded(module: str, seed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if (*args, *kwargs.values(), None)[0] is None:
+        raise DrawError(
+            f"{module}.seed() was called without a number in a model's code; a seed that is a function of step and "
+            "micro-batch is needed, because a recompute, and every other stage, has to draw the same numbers",
+            "remove the call, or give it a number.",
+        )
+    seed(*args, **kwargs)
 
 
 class entered:  # noqa: N801  (a context manager; a class, because every forward of every stage enters one)

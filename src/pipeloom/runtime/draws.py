@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.chance import AROUND, Generators, watch_units
+from pipeloom.chance import AROUND, Generators, are_keyed, watch_units
 from pipeloom.chance import entered as chance_entered
 from pipeloom.errors import DrawError, PipeloomWarning
 from pipeloom.runtime.draw_kernels import current_stream, entered, is_same_generator
@@ -80,16 +80,20 @@ class DrawStream:
         return self.generator(device)
 
     def state(self, device: torch.device) -> torch.Tensor:
-        """`torch.get_rng_state` inside the stream."""
+        """`torch.get_rng_state` inside the stream; with the CPU's go the states of ``random`` and ``numpy.random``."""
         state = self.generator(device).get_state()
         # Going back to this state means leaving the checkpoint that was entered in between.
         state.pipeloom_is_outside = self._is_outside(device)  # type: ignore[attr-defined]
+        if device.type == "cpu" and are_keyed():  # a checkpoint keeps torch's states, and nothing else
+            state.pipeloom_chance = self.chance.state()  # type: ignore[attr-defined]
         return state
 
     def restore(self, device: torch.device, state: torch.Tensor) -> None:
-        """`torch.set_rng_state` inside the stream."""
+        """`torch.set_rng_state` inside the stream: a recompute draws by ``random`` too what its forward drew."""
         (self._restored.discard if getattr(state, "pipeloom_is_outside", False) else self._restored.add)(device)
         self.generator(device).set_state(state)
+        if hasattr(state, "pipeloom_chance"):
+            self.chance.restore(state.pipeloom_chance)
 
     def _is_outside(self, device: torch.device) -> bool:
         """Whether this is a backward, and no checkpoint in it has restored this device's state."""
