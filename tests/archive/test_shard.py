@@ -73,7 +73,7 @@ def field(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
 
 
 TRICKS = {
-    "empty file": (b"", "requires a buffer of 8 bytes"),
+    "empty file": (b"", "it has 0 bytes, and 8 of them"),
     "pickle": (b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94", "its header would have"),
     "huge header": (struct.pack("<Q", 2**63) + b"{}", "its header would have 9223372036854775808 bytes"),
     "header beyond the end": (struct.pack("<Q", 99) + b"{}", "its header would have 99 bytes"),
