@@ -145,3 +145,19 @@ def test_what_a_mask_leaves(is_drawn):
     with pl.Pipeline(model, num_stages=3, num_microbatches=8, loss_fn=mean_square) as pipe:
         loss = pipe.step(torch.randn(8, 6, 4), mask, target=torch.ones(8, 4))
     assert_bit_equal(loss, torch.tensor(0.0), "loss")
+
+
+class Mapped(Crops):
+    """Draws within a function that `torch.vmap` maps, which one stage only runs."""
+
+    def forward(self, x):
+        x = torch.vmap(lambda each: each * random.random())(self.b(self.a(x)))
+        drawn = random.random()
+        x = x * 0 + drawn
+        return self.c(x).sum(1) * 0 + x[:, 0] - drawn
+
+
+def test_draws_within_a_mapped_function():
+    """The stage that ran it drew once more than the others, and had other numbers from there on."""
+    with pl.Pipeline(Mapped(None), num_stages=3, num_microbatches=4, loss_fn=mean_square) as pipe:
+        assert_bit_equal(pipe.step(torch.randn(8, 6, 4), target=torch.zeros(8, 4)), torch.tensor(0.0), "loss")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.batch.trees import flatten, unflatten
+from pipeloom.chance import are_keyed
 from pipeloom.recording import bonds, plain, uncertain
 from pipeloom.recording.buffers import Buffers, Place
 from pipeloom.recording.caches import Caches
@@ -335,7 +336,7 @@ class DryRun:
 
     def _glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ops, name = self.recording.ops, getattr(func, "__name__", str(func))
-        has_draws = name in DRAWS or opaque.may_draw(func, args)
+        has_draws = name in DRAWS or opaque.may_draw(func, args, are_keyed())
         op = Op(len(ops), Kind.EVERYWHERE, name, func, module=self._stack[-1].name, has_draws=has_draws)
         ops.append(op)
         with self._refusing(op):

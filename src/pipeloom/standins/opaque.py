@@ -56,9 +56,15 @@ def _seen(plain: Any) -> Any:
     return wraps(plain)(call)
 
 
-def may_draw(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether what a transform runs may draw random numbers; `torch.vmap` has to be told that it may."""
-    return func in _TRANSFORMS and (func is not _PLAIN[0] or args[3] != "error")
+def may_draw(func: Any, args: tuple[Any, ...], are_keyed: bool) -> bool:
+    """Whether what a transform runs may draw random numbers: by torch, which `torch.vmap` has to be told, or else.
+
+    Args:
+        func: what is called.
+        args: with what.
+        are_keyed: whether draws by Python's ``random`` and numpy are allowed.
+    """
+    return func in _TRANSFORMS and (are_keyed or func is not _PLAIN[0] or args[3] != "error")
 
 
 def used_by(func: Any, change: Callable[[Any], Any]) -> AbstractContextManager[list[Tensor]]:
