@@ -202,8 +202,7 @@ class DryRun:
         if self.is_inside or name not in self._units:
             with self._within(name):
                 return run(*args, **kwargs)
-        is_made_up = any(f"{each}.".startswith(f"{name}.") for each in self._opaque)
-        left = self._globals.of_unit(self.recording.ops, is_made_up=is_made_up)
+        left = self._globals.of_unit(self.recording.ops, any(f"{e}.".startswith(f"{name}.") for e in self._opaque))
         with unseen(self._mode), raised(self.recording.ops, self._calls), left:
             return self._unit(name, run, args, kwargs)
 

@@ -68,7 +68,7 @@ class Globals:
             )
 
     @contextmanager
-    def of_unit(self, ops: Sequence[Op], *, is_made_up: bool) -> Iterator[None]:
+    def of_unit(self, ops: Sequence[Op], is_made_up: bool) -> Iterator[None]:
         """Put this around a unit: what it leaves is no value that code around units could have from there.
 
         Only the stage of the unit runs its code, so nobody writes over what is left there but the unit itself; another
