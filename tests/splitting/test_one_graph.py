@@ -7,12 +7,15 @@ modules of which one leaves a tensor in a global that another one reads: with se
 micro-batch's.
 """
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import SplitError, UncuttableCode
+from pipeloom.standins.placeholder import Placeholder
 from tests.splitting.test_strange_glue import assert_like_plain, square
 
 KEPT: dict[str, torch.Tensor] = {}
@@ -266,3 +269,91 @@ def test_a_global_in_which_the_code_of_every_stage_keeps_a_tensor_is_refused(kee
 
 def test_a_constant_may_be_kept_in_a_global():
     assert_like_plain(lambda: Around(lambda x: KEPT.setdefault("constant", torch.ones(8)), "an input"))
+
+
+class Each(nn.Module):
+    """Layers, and what is done with each."""
+
+    def __init__(self, layers, call=lambda layer, x: layer(x)):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layers), call
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+class Recent:
+    """Where layers leave what they make."""
+
+    output: torch.Tensor | None = None
+
+
+class Remembers(nn.Module):
+    """Leaves something in an attribute of a class, as code does that shows attention maps."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what = nn.Linear(8, 8), what
+
+    def forward(self, x):
+        made = self.linear(x).tanh()
+        Recent.output = self.what(x, made)
+        return made
+
+
+@pytest.mark.parametrize("what", [lambda x, made: made, lambda x, made: x, lambda x, made: made.detach()])
+def test_a_unit_may_leave_what_it_is_given_or_returns_in_a_global_that_nobody_reads(what):
+    """It was refused, with words on the code around units, whose code that isn't."""
+    assert_like_plain(lambda: Each(Remembers(what) for _ in range(6)))
+    assert not isinstance(Recent.output, Placeholder)
+
+
+class Recalls(Remembers):
+    """Leaves it, or uses what another one has left, or neither."""
+
+    def forward(self, x):
+        if self.what == "leaves":
+            Recent.output = x = self.linear(x).tanh()
+            return x
+        return self.linear(x) + (Recent.output if self.what == "uses" else 0)
+
+
+def test_a_unit_that_reads_what_another_one_returned_from_a_global_is_in_one_stage_with_it():
+    def make():
+        return Each(Recalls(what) for what in ("", "", "leaves", "", "uses", ""))
+
+    assert_like_plain(make)
+    with (
+        pytest.raises(SplitError, match=r"would separate .*a global"),
+        pl.Pipeline(make(), num_stages=2, cuts=["layers.4"], loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(4, 8))
+
+
+def test_code_around_units_may_not_read_what_a_unit_returned_from_a_global():
+    """Its stage would find that of another micro-batch there."""
+    model = Each((Remembers(lambda x, made: made) for _ in range(6)), lambda layer, x: layer(x) + Recent.output)
+    with (
+        pytest.raises(UncuttableCode, match="left the unit that made it otherwise than by return"),
+        pl.Pipeline(model, num_stages=3, loss_fn=square) as pipe,
+    ):
+        pipe.step(torch.randn(4, 8))
+
+
+def test_what_another_thread_puts_into_a_global_stays():
+    """A thread that loads data keeps its newest batch in a global, and lost some to dry runs."""
+
+    threads = [threading.Thread(target=KEPT.__setitem__, args=(key, torch.ones(3))) for key in ("one", "two")]
+
+    class Meanwhile(nn.Linear):
+        def forward(self, x):
+            if threads:
+                threads[0].start()
+                threads.pop(0).join()
+            return super().forward(x)
+
+    with pl.Pipeline(Each(Meanwhile(8, 8) for _ in range(6)), num_stages=2, loss_fn=square) as pipe:
+        pipe.step(torch.randn(4, 8))
+    assert [KEPT.pop(key, None) is None for key in ("one", "two")] == [False, False]

@@ -23,11 +23,11 @@ from pipeloom.recording.buffers import Buffers, Place
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.effects import Effects
 from pipeloom.recording.filled import Changes, Containers, Filled
-from pipeloom.recording.global_state import without_globals
+from pipeloom.recording.global_state import Globals
 from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
 from pipeloom.recording.ops import INPUT, Effect, Kind, Op, Recording, Same, Value
-from pipeloom.recording.plainly import Draws, called, drawn_around, no_draws
+from pipeloom.recording.plainly import Draws, drawn_around, no_draws
 from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
@@ -95,6 +95,7 @@ class DryRun:
         self._stack = [self.tree]
         self._clones = Clones(root, lambda name, _: name != "", self._answer)
         self._values = Values(self.recording)
+        self._globals = Globals(self._clones, self._is_of_batch)
         self._caches = Caches(self._clones)
         self._variable: set[int] = set()
         self._calls: Counter[str] = Counter()
@@ -128,7 +129,7 @@ class DryRun:
             state = torch.get_rng_state()
             self._caches.note(self._units)
             try:
-                with in_dry_run(), without_globals(self._clones, self._is_of_batch):
+                with in_dry_run(), self._globals.kept():
                     out = self._called(args, kwargs)
             finally:
                 self.tree.num_flops = self._now.num_flops
@@ -149,7 +150,7 @@ class DryRun:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the clone of the model; if its own code looks at numbers, all that code can still use is its output."""
         if self._units is None:
-            with self._refusing(), Seen(called):
+            with self._refusing(), Seen(self._globals.called):
                 return self._clones.root(*args, **kwargs)
         try:
             with self._mode:
@@ -203,7 +204,8 @@ class DryRun:
         if self.is_inside or name not in self._units:
             with self._within(name):
                 return run(*args, **kwargs)
-        with unseen(self._mode), raised(self.recording.ops, self._calls):
+        left = self._globals.of_unit(self.recording.ops, any(f"{e}.".startswith(f"{name}.") for e in self._opaque))
+        with unseen(self._mode), raised(self.recording.ops, self._calls), left:
             return self._unit(name, run, args, kwargs)
 
     def _check_seen(self, name: str) -> None:

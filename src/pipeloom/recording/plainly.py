@@ -23,8 +23,3 @@ def drawn_around(draws: Draws, seed: int) -> Iterator[Generators]:
     """Put this around a dry run: what its code draws by Python's ``random`` and numpy comes from these generators."""
     with entered(Generators(seed)) as plain, draws(AROUND, 0) as keyed:
         yield keyed or plain
-
-
-def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Glue of a run that notes modules only."""
-    return func(*args, **kwargs)

@@ -19,7 +19,7 @@ from pipeloom.recording.ops import Op
 from pipeloom.standins.placeholder import Placeholder, computing
 
 _OTHERS = ((0, 0), (1, 7))
-"""Other sizes (times, and more): no row tells ``x[:2]`` from what is certain, some more tell it where a function fails on no row."""
+"""Other sizes (times, and more): no row tells ``x[:2]`` from what is certain; some functions fail on no row."""
 
 Again = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
