@@ -28,7 +28,7 @@ from pipeloom.recording.made_up import run_for_real
 from pipeloom.recording.node import Node
 from pipeloom.recording.ops import INPUT, Effect, Kind, Op, Recording, Same, Value
 from pipeloom.recording.plainly import Draws, drawn_around, no_draws
-from pipeloom.recording.prepare import device_of, is_written, prepare, version_of
+from pipeloom.recording.prepare import device_of, is_written, prepare, version_of, written_among
 from pipeloom.recording.process_draws import ProcessDraws
 from pipeloom.recording.raised import raised
 from pipeloom.recording.reached import check_outside, check_seen, check_written
@@ -141,9 +141,7 @@ class DryRun:
             with self._refusing():
                 self._note_results(out)
         self.recording.caches = self._caches.found(self._values.is_of_weights)
-        self.recording.written_inputs = tuple(
-            [i for i, (leaf, version) in enumerate(zip(leaves, versions, strict=True)) if is_written(leaf, version)]
-        )
+        self.recording.written_inputs = written_among(leaves, versions)
         self.recording.written_buffers = self._buffers.written()
         return self.recording
 

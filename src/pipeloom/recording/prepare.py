@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,3 +83,9 @@ def device_of(root: nn.Module) -> torch.device:
     """Where a model is, or will be."""
     devices = dict.fromkeys(each.device for each in root.parameters())
     return next((each for each in devices if each.type != "meta"), torch.device("cpu"))
+
+
+def written_among(values: Sequence[Any], versions: Sequence[int]) -> tuple[int, ...]:
+    """Which of some values were written into since they had these versions, by their places."""
+    both = enumerate(zip(values, versions, strict=True))
+    return tuple([place for place, (value, version) in both if is_written(value, version)])
