@@ -174,3 +174,20 @@ def test_a_stall_is_described_by_who_can():
         with pytest.raises(PeerFailed, match=r"rank 1, in a loop: slow$"):
             one.collective.all_gather(b"", "it")
     assert asked == [([1], "it")]
+
+
+def test_what_comes_while_a_rank_looks_is_known_to_be_there(monkeypatch):
+    """On a busy machine a rank looked whether all wait for each other while what it waited for came: all failed."""
+    monkeypatch.setattr("pipeloom.peers.waiting.LOOK_S", 0.0)
+    seen = []
+    with ranks(2) as (one, other):
+
+        def look():
+            seen.append(one.collective.has_unread)
+            other.mesh.broadcast(kinds.GATHER, HEADER.pack(0, 0, 2) + b"it" + b"b")
+            until(lambda: one.collective.has_unread)
+
+        one.collective.look = look
+        assert one.collective.all_gather(b"a", "it") == [b"a", b"b"]
+        assert not one.collective.has_unread
+    assert seen == [False]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_END_S = 60.0
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -26,7 +28,12 @@ def torchrun(num_processes: int, folder: Path, words: Sequence[str], *, timeout_
     """Run ``python WORDS`` in several processes; all of them are gone when this returns."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
     command += ["--nproc-per-node", str(num_processes), "--log-dir", str(folder), *words]
-    code = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False).returncode
+    agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        code = agent.wait(timeout_s)
+    finally:  # when the time is over: killed, torchrun would leave its processes to run on
+        agent.terminate()
+        agent.wait(_END_S)
     return Finished(code, [output_of(folder, rank) for rank in range(num_processes)])
 
 

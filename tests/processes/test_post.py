@@ -10,12 +10,15 @@ from pipeloom.peers import Cause
 from pipeloom.processes.lanes import Lanes
 from pipeloom.processes.parcels import MAX_DESCRIPTIONS, Parcel
 from pipeloom.processes.post import Call, Post
+from tests.peers.ranks import until
 
 FIRST, SECOND = Call(1, 7, 8), Call(2, 7, 8)
 
 
 class Connection:
     """A mesh of two ranks in one thread."""
+
+    is_busy = False
 
     def __init__(self):
         self.handlers, self.other, self.rank, self.num_sent = {}, None, 0, 0
@@ -202,3 +205,20 @@ def test_what_a_connection_does_not_take_goes_out_while_its_rank_waits(posts):
         one._direct.wait(0.1)
     one.flush("the end")
     assert other.hear(0, b"last") == b"words"
+
+
+def test_what_comes_while_a_rank_looks_is_known_to_be_there(posts, monkeypatch):
+    """A rank that looks whether all wait for each other reads nothing meanwhile: what came made it no busier."""
+    monkeypatch.setattr("pipeloom.peers.waiting.LOOK_S", 0.0)
+    one, other = posts
+    seen = []
+
+    def look():
+        seen.append(other.is_busy)
+        one.give(1, b"late", Parcel((torch.ones(3),), "form"))
+        until(lambda: other.is_busy)
+
+    other.look = look
+    assert torch.equal(other.get(0, b"late").leaves[0], torch.ones(3))
+    assert not other.is_busy
+    assert seen == [False]

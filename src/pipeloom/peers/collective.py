@@ -89,6 +89,11 @@ class Collective:
         _check_same([said[rank].what for rank in range(self._mesh.num_ranks)])
         return [said[rank].payload for rank in range(self._mesh.num_ranks)]
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether this rank waits, and something has come that it has not read: it may be what it waits for."""
+        return bool(self.missing) and not self._queue.empty()
+
     def _wait(self, key: tuple[int, int], what: str) -> None:
         patience = Patience(self._limit_s, self.look)
         try:

@@ -86,6 +86,7 @@ class Stalls:
         """The cause that all ranks wait and none does anything, now and a second later; None if that is not so.
 
         Ranks that do not make the same calls wait for each other for ever; nobody has to sit out a limit for that.
+        A rank that looks does not read meanwhile, so what has come to it unread makes it busy.
         """
         states = self.ask()
         if any(state.waits_for is None or state.is_busy for state in states.values()):

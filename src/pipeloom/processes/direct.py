@@ -76,6 +76,15 @@ class Direct:
                 self.poll(key.data)
         return bool(events)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has come that this rank has not read; may be asked in any thread."""
+        try:
+            events = self._selector.select(0.0)
+        except (OSError, ValueError):  # closed meanwhile
+            return False
+        return any(key.data != _WAKE and mask & selectors.EVENT_READ for key, mask in events)
+
     def wake(self) -> None:
         """End a `wait`, now or later; from any thread."""
         with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody waits

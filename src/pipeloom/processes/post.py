@@ -195,8 +195,12 @@ class Post:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way to this rank or from it, so that there is hope."""
-        return bool(self._direct.unsent) or self._lanes.is_busy or self._mesh.is_busy
+        """Whether something is under way to this rank or from it, so that there is hope.
+
+        What came while it looked whether there is any, and so did not read, is: it may be what it waits for.
+        """
+        is_unread = self.waiting is not None and (bool(self._come) or self._direct.has_unread)
+        return bool(self._direct.unsent) or self._lanes.is_busy or self._mesh.is_busy or is_unread
 
     def flush(self, what: str) -> None:
         """Wait until the connections have taken what was given: nobody sends it while this rank does something else.

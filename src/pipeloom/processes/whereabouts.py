@@ -59,6 +59,7 @@ class Whereabouts:
         """What this rank is doing; asked by others, in the thread of connections."""
         doing, waits_for, since_s = self._doing()
         is_busy = self.post is not None and self.post.is_busy
+        is_busy |= self.collective is not None and self.collective.has_unread
         return State(self._rank, doing, waits_for, time.monotonic() - since_s, is_busy=is_busy)
 
     def _doing(self) -> tuple[str, int | None, float]:
