@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
 
 import pytest
 
@@ -70,12 +71,14 @@ def test_something_else_may_take_the_place_of_an_entry(container: object) -> Non
     assert list(entries(container)) == [0, "new"]
 
 
-def test_what_has_its_content_is_left_alone() -> None:
-    """Another thread may be going through it: a dict that is written meanwhile ends that with an error."""
-    container = {"a": [1]}
-    content = copy_of(container)
-    for _ in container:
+@pytest.mark.parametrize("container", [deque([[1], [2]]), OrderedDict(a=[1], b=[2])])
+def test_what_has_its_content_is_left_alone(container: Any) -> None:
+    """Another thread may be going through it: one that is written meanwhile ends that with an error."""
+    content, seen = copy_of(container), []
+    for each in container:
         fill(container, content, {})
+        seen.append(each)
+    assert seen == list(content)
 
 
 def test_a_container_is_copied_in_one_go() -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.recording.ops import INPUT, Op, Value
-from pipeloom.recording.refusals import in_words, is_of_the_user
+from pipeloom.recording.refusals import line_at
 from pipeloom.recording.values import Values
 from pipeloom.standins.glue import tensors_in
 from pipeloom.standins.placeholder import Computing, Placeholder
@@ -65,7 +64,7 @@ def of_unit(ops: Sequence[Op], op: Op, given: Sequence[Tensor], now: Computing, 
         values: of the dry run.
     """
     if now.found:
-        op.bonds.update(dict.fromkeys(now.found, f"{LEFT_BEHIND} (the latter is called in {_line()})"))
+        op.bonds.update(dict.fromkeys(now.found, f"{LEFT_BEHIND} (the latter is called in {line_at(sys._getframe())})"))
     if now.has_gone_back:
         _note(ops, op, given, given, values)
 
@@ -76,15 +75,7 @@ def _note(ops: Sequence[Op], op: Op, of: Iterable[Tensor], by: Iterable[Tensor],
     # What is no value is everywhere: the model's own input, a weight. Any call may have used it.
     found = behind if not starts or INPUT in starts else _between(ops, starts, behind)
     if found:
-        op.bonds.update(dict.fromkeys(found, f"{DIFFERENTIATES} ({_line()})"))
-
-
-def _line() -> str:
-    """The line of the model's code that makes the call."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "no line of Python" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
+        op.bonds.update(dict.fromkeys(found, f"{DIFFERENTIATES} ({line_at(sys._getframe())})"))
 
 
 def _has_graph(tensor: Tensor) -> bool:

@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from pipeloom.recording.prepare import is_written
+from pipeloom.standins.followed import Place
 from pipeloom.standins.placeholder import Placeholder, storage_of
-
-Place = tuple[str, str]
-"""A buffer's module, and its name there."""
 
 
 class Buffers:

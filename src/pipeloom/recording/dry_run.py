@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeloom.batch.trees import flatten, unflatten
 from pipeloom.chance import are_keyed
 from pipeloom.recording import bonds, plain, uncertain
-from pipeloom.recording.buffers import Buffers, Place
+from pipeloom.recording.buffers import Buffers
 from pipeloom.recording.caches import Caches
 from pipeloom.recording.effects import Effects
 from pipeloom.recording.filled import Changes, Containers, Filled
@@ -39,6 +39,7 @@ from pipeloom.recording.touched import Touched
 from pipeloom.recording.values import Values
 from pipeloom.standins import opaque
 from pipeloom.standins.clone import Call, Clones, weights_of_modules
+from pipeloom.standins.followed import Place
 from pipeloom.standins.functions import look
 from pipeloom.standins.glue import DRAWS, READS, SHAPES, Seen, read, tensors_in, unseen
 from pipeloom.standins.placeholder import (

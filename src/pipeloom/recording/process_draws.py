@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pipeloom.chance import remedy
 from pipeloom.errors import DrawError
-from pipeloom.recording.refusals import in_words, is_of_the_user
+from pipeloom.recording.refusals import is_of_the_user, line_at
 
 _PYTHON: Any = getattr(random, "_inst")  # noqa: B009  (typeshed hides it; every function of `random` is bound to it)
 _DRAWING = frozenset({"random", "getrandbits", "seed", "setstate"})
@@ -80,7 +80,7 @@ def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, An
             has_drawn, last[0] = now != last[0], now
         if has_drawn and not again.is_inside:
             # What a call finds was drawn by its caller.
-            seen.append(_line_of(frame.f_back if event == "call" else frame))
+            seen.append(line_at(frame.f_back if event == "call" else frame))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -94,12 +94,6 @@ def refuse_process_draws(again: Run, inputs: tuple[tuple[Any, ...], dict[str, An
             "every stage runs that code, and each would draw other numbers",
             f"{remedy()}; or draw before the step and pass what was drawn to the model; or switch it off",
         )
-
-
-def _line_of(frame: FrameType | None) -> str:
-    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "(no line of Python)" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _states() -> tuple[Any, Any]:

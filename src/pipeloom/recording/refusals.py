@@ -8,6 +8,7 @@ import random
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -129,6 +130,13 @@ def line_of(error: BaseException) -> str:
                 return in_words(frame.f_code.co_filename, number)
         seen = seen.__cause__
     return "(no line of Python)"
+
+
+def line_at(frame: FrameType | None) -> str:
+    """The line of the user's, or a library's, code that runs now, innermost first."""
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "(no line of Python)" if frame is None else in_words(frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_of_the_user(file: str) -> bool:

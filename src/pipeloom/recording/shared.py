@@ -19,13 +19,12 @@ from pipeloom.batch.trees import flatten
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Recording
 from pipeloom.standins.clone import Clones
+from pipeloom.standins.followed import Place
 from pipeloom.standins.placeholder import NoNumbers
 
 _CONTAINERS = (list, dict, set)
 _NO_STATE = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-Place = tuple[str, str]
 
 
 @contextmanager

@@ -16,16 +16,13 @@ from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Recording
 from pipeloom.recording.shared import is_same
 from pipeloom.standins.clone import Clones
-from pipeloom.standins.followed import OF_EVERY_MODULE
+from pipeloom.standins.followed import OF_EVERY_MODULE, Place
 from pipeloom.standins.unknown import Unknown
 
 _OF_TORCH = OF_EVERY_MODULE - {"training"}
 _PLAIN = (bool, int, float, str, type(None))
 _LEFT = (*_PLAIN, Unknown)
 _ABSENT = object()
-
-Place = tuple[str, str]
-"""A module, and the name of its attribute."""
 
 
 class Touched:

@@ -16,9 +16,7 @@ from pipeloom.splitting.plan import Plan
 from pipeloom.splitting.tree import Tree, shell_of_buffers
 from pipeloom.splitting.unit import Unit
 from pipeloom.standins.clone import Clones
-
-Place = tuple[str, str]
-"""Of a parameter or buffer: its module's name, and its name there."""
+from pipeloom.standins.followed import Place
 
 
 class Owners:
@@ -59,13 +57,9 @@ class Owners:
         self.trees: dict[int, Tree] = {}
         self.stages = self._laid_out()
 
-    def is_inside(self, module: str) -> bool:
-        """Whether a module is a unit or in one."""
-        return is_inside(module, self._units)
-
     def is_cloned(self, module: str) -> bool:
         """Whether stages run clones of a module: one around units, or a unit of several stages."""
-        return not self.is_inside(module) or any(f"{module}.".startswith(f"{unit}.") for unit, _ in self._repeated)
+        return not is_inside(module, self._units) or is_inside(module, [unit for unit, _ in self._repeated])
 
     def refresh(self) -> None:
         """Let what stages have of their parents be as in the model."""
@@ -79,7 +73,7 @@ class Owners:
         found = []
         for name, module in self._root.named_modules():
             keys = [key for key in module._buffers if (name, key) not in owned]
-            if keys and not self.is_inside(name):
+            if keys and not is_inside(name, self._units):
                 found.append(Unit(name, shell_of_buffers(module, keys)))
         return tuple(found)
 
@@ -141,7 +135,7 @@ class Owners:
         """What the last stage may use where it goes on without a plan, whoever used it before."""
         if self._first.tail is not None:
             for name, module in self._root.named_modules():
-                if not self.is_inside(name):
+                if not is_inside(name, self._units):
                     yield from ((name, key) for key in module._parameters)
 
     def _places(self, parameter: Any) -> list[tuple[str, str]]:
@@ -156,7 +150,7 @@ class Owners:
         """Parameters that nothing used so far: stage 0 keeps them, or the last, if code without a plan may use them."""
         found = []
         for name, module in self._root.named_modules():
-            if self.is_inside(name):
+            if is_inside(name, self._units):
                 continue
             keys = [k for k, p in module._parameters.items() if p is not None and id(p) not in covered]
             covered |= {id(module._parameters[key]) for key in keys}

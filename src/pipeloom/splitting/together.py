@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from pipeloom.errors import UncuttableCode
 from pipeloom.recording.ops import Kind, Recording, Value
+from pipeloom.standins.followed import Place
 
-Place = tuple[str, str]
 _MEMORY = (
     "memory is shared between them and written: a buffer, a tensor and a view of it that is written into, or an object "
     "in which tensors are kept; each stage would have a graph, or a copy, of its own"

@@ -20,7 +20,7 @@ _MOST_ITEMS = 10_000
 _NONE = object()
 
 Place = tuple[str, str]
-"""A module, and the name of its attribute."""
+"""A module, and the name of its attribute, parameter or buffer."""
 
 
 class Attributes:
